@@ -1,0 +1,320 @@
+"""The config tree, and `validate`: every error that can be known before a model loads.
+
+Each part's dataclass lives beside the code that it configures and holds its defaults; this file
+composes them. The yaml files under conf/ hold choices. Unknown keys fail, with the nearest key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.utils import get_method
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from comm import ClusterConfig, Ranks
+from engine import EngineConfig, check_engine
+from model import DTYPES, ModelConfig
+from schedules import beta_at, lr_at
+from searcher import SearcherConfig
+from trainer import EvalConfig, TrainerConfig, beta_schedule, lr_schedule
+from weights import WeightsConfig
+
+
+class UserError(ValueError):
+    """A mistake in the config, a file or a model; its message names the key and the fix."""
+
+
+@dataclass
+class BufferConfig:
+    """What the trainers keep and how they draw from it (arXiv 2503.18929, section 4.2)."""
+
+    rule: Any = MISSING  # `_target_` of a sampling rule in buffer.py, `_partial_`
+    recency_prob: float = 0.5  # m: share of prompts drawn from what the last publication brought
+    capacity_per_prompt: int = 100
+    max_tokens: int = 100_000_000  # per trainer
+    deduplicate: bool = True  # one copy of equal responses to a prompt (never in mode=sync)
+    fill_groups: bool = False  # fewer than K responses: repeat some (the paper), or a smaller group
+    initial_trajectories: int = 500  # responses in the buffers before the first step, over all
+
+
+@dataclass
+class RunConfig:
+    """What a run leaves, and where."""
+
+    root: str = "runs"
+    name: str | None = None  # null: date, task, model and loss
+    rollouts_every: int = 25  # steps between two samples written for reading; 0: none
+    log_every_s: float = 10.0  # between progress lines in a log file
+
+
+@dataclass
+class Config:
+    """Everything; see `python train.py --cfg job`."""
+
+    mode: str = "async"  # async | sync (generate, train and publish in lock-step)
+    seed: int = 0
+    task: Any = MISSING
+    loss: Any = MISSING
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    searcher: SearcherConfig = field(default_factory=SearcherConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+def register() -> None:
+    """Makes the dataclasses known to Hydra under the name that conf/config.yaml refers to."""
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def prompts_per_step(cfg: DictConfig) -> int:
+    """Prompts in one optimizer step, over all trainers."""
+    return cfg.trainer.batch_size // cfg.trainer.responses_per_prompt
+
+
+def prompts_per_call(cfg: DictConfig, ranks: Ranks) -> int:
+    """Prompts in one generation of one searcher; in lock-step, its share of a round."""
+    if cfg.mode == "sync":
+        return prompts_per_step(cfg) * cfg.trainer.publish_every // ranks.num_searchers
+    return cfg.searcher.prompts_per_call
+
+
+def validate(cfg: DictConfig, ranks: Ranks) -> None:
+    """Checks that need no model and no data.
+
+    Raises:
+        ValueError: one line that names the key and the fix.
+    """
+    _one_of("mode", cfg.mode, ("async", "sync"))
+    _one_of("trainer.precision", cfg.trainer.precision, ("float32", "bfloat16"))
+    _one_of("engine.dtype", cfg.engine.dtype, ("auto", *DTYPES))
+    _one_of("cluster.device", cfg.cluster.device, ("auto", "cpu", "cuda"))
+    _one_of("weights.backend", cfg.weights.backend, ("auto", "gloo", "nccl"))
+    _one_of("trainer.lr.kind", cfg.trainer.lr.kind, ("wsd", "linear", "constant"))
+    _positive(
+        cfg,
+        "trainer.steps",
+        "trainer.batch_size",
+        "trainer.responses_per_prompt",
+        "trainer.lr.peak",
+        "trainer.publish_every",
+        "trainer.tokens_per_micro_batch",
+        "searcher.responses_per_prompt",
+        "searcher.prompts_per_call",
+        "searcher.temperature",
+        "searcher.max_outstanding",
+        "buffer.capacity_per_prompt",
+        "buffer.max_tokens",
+        "cluster.trainers",
+        "cluster.timeout_s",
+        "cluster.heartbeat_timeout_s",
+        "engine.max_num_seqs",
+        "weights.bucket_mb",
+        "weights.probe_every",
+        "eval.num_problems",
+    )
+    _within("searcher.top_p", cfg.searcher.top_p, 0.0, 1.0)
+    _within("buffer.recency_prob", cfg.buffer.recency_prob, 0.0, 1.0)
+    _check_ranks(cfg, ranks)
+    _check_batches(cfg, ranks)
+    check_engine(cfg.engine.name)
+    _check_targets(cfg)
+    _check_schedules(cfg)
+
+
+def _check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
+    if ranks.world_size == 1:
+        if cfg.mode != "sync":
+            raise ValueError(
+                "mode=async needs a searcher beside the trainer: run `torchrun "
+                "--nproc_per_node=2 train.py ...`, or set mode=sync"
+            )
+        if cfg.cluster.trainers != 1:
+            raise ValueError(f"cluster.trainers={cfg.cluster.trainers}, but there is one rank")
+    elif cfg.cluster.trainers >= ranks.world_size:
+        raise ValueError(
+            f"cluster.trainers={cfg.cluster.trainers} leaves no searcher among {ranks.world_size} "
+            f"ranks: set it to {ranks.world_size - 1} or less, or start more ranks"
+        )
+
+
+def _check_batches(cfg: DictConfig, ranks: Ranks) -> None:
+    batch, drawn = cfg.trainer.batch_size, cfg.trainer.responses_per_prompt
+    generated = cfg.searcher.responses_per_prompt
+    if drawn < 2:
+        raise ValueError(
+            f"trainer.responses_per_prompt={drawn}: a group needs at least 2 responses to compare"
+        )
+    if batch % (drawn * cfg.cluster.trainers):
+        unit = drawn * cfg.cluster.trainers
+        raise ValueError(
+            f"trainer.batch_size={batch} is not a multiple of trainer.responses_per_prompt x "
+            f"cluster.trainers = {unit}: try {max(batch // unit, 1) * unit}"
+        )
+    if generated < drawn:
+        raise ValueError(
+            f"searcher.responses_per_prompt={generated} (S) is less than "
+            f"trainer.responses_per_prompt={drawn} (K): raise S to {drawn} or lower K"
+        )
+    if cfg.mode == "sync":
+        prompts = prompts_per_step(cfg) * cfg.trainer.publish_every
+        if prompts % ranks.num_searchers:
+            raise ValueError(
+                f"mode=sync: {prompts} prompts a round do not split evenly over "
+                f"{ranks.num_searchers} searchers: change trainer.batch_size"
+            )
+        if cfg.cluster.trainers > 1:
+            raise ValueError("mode=sync trains on one rank: set cluster.trainers=1")
+    if cfg.buffer.capacity_per_prompt < drawn:
+        raise ValueError(
+            f"buffer.capacity_per_prompt={cfg.buffer.capacity_per_prompt} is less than "
+            f"trainer.responses_per_prompt={drawn}: a group of that size never fits"
+        )
+
+
+def _check_targets(cfg: DictConfig) -> None:
+    """`_target_` nodes must name something that exists and takes the keys beside it."""
+    for where, node in (("task", cfg.task), ("loss", cfg.loss), ("buffer.rule", cfg.buffer.rule)):
+        check_target(where, node)
+    if cfg.model.build is not None:
+        check_target("model.build", cfg.model.build)
+
+
+def check_target(where: str, node: DictConfig) -> None:
+    """Raises ValueError unless `node._target_` exists and takes the node's other keys."""
+    target = node.get("_target_") if isinstance(node, DictConfig) else None
+    if target is None:
+        raise ValueError(f"{where} needs a `_target_`: choose a file of conf/{where.split('.')[0]}")
+    try:
+        function = get_callable(target)
+    except Exception as error:
+        raise ValueError(f"{where}._target_={target!r} can't be imported: {error}") from error
+    keywords = [key for key in node if key not in ("_target_", "_partial_")]
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for keyword in keywords:
+        if keyword not in parameters:
+            raise ValueError(
+                f"unknown key {where}.{keyword}{_did_you_mean(str(keyword), list(parameters))}"
+            )
+
+
+def get_callable(target: str) -> Callable[..., Any]:
+    """The function or class that a `_target_` names."""
+    from hydra.utils import get_class
+
+    try:
+        return get_method(target)
+    except ValueError:
+        return get_class(target)
+
+
+def _check_schedules(cfg: DictConfig) -> None:
+    for name, check in (
+        ("trainer.beta", lambda: beta_at(0, **beta_schedule(cfg.trainer))),
+        ("trainer.lr", lambda: lr_at(0, **lr_schedule(cfg.trainer))),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    if cfg.trainer.beta.initial <= 0 or (cfg.trainer.beta.final or 1.0) <= 0:
+        raise ValueError("trainer.beta.initial and trainer.beta.final must be positive")
+    warm = cfg.trainer.lr.warmup_steps + cfg.trainer.lr.decay_steps
+    if warm > cfg.trainer.steps:
+        raise ValueError(
+            f"trainer.lr.warmup_steps + trainer.lr.decay_steps = {warm} exceeds "
+            f"trainer.steps={cfg.trainer.steps}"
+        )
+
+
+def check_lengths(
+    cfg: DictConfig, prompt_tokens: Sequence[Sequence[int]], context_length: int | None
+) -> int:
+    """Most tokens of a prompt and its response together (the engines' `max_model_len`).
+
+    Raises:
+        ValueError: a prompt is over task.max_prompt_tokens, or both limits over the context.
+    """
+    longest = max(range(len(prompt_tokens)), key=lambda i: len(prompt_tokens[i]))
+    length = len(prompt_tokens[longest])
+    if length > cfg.task.max_prompt_tokens:
+        over = sum(len(tokens) > cfg.task.max_prompt_tokens for tokens in prompt_tokens)
+        raise ValueError(
+            f"{over} prompts are longer than task.max_prompt_tokens="
+            f"{cfg.task.max_prompt_tokens} (prompt {longest} has {length} tokens): raise it to "
+            f"{length}"
+        )
+    total = cfg.task.max_prompt_tokens + cfg.task.max_response_tokens
+    if context_length is not None and total > context_length:
+        raise ValueError(
+            f"task.max_prompt_tokens + task.max_response_tokens = {total} exceeds the model's "
+            f"context of {context_length} tokens: lower task.max_response_tokens to "
+            f"{context_length - cfg.task.max_prompt_tokens} or less"
+        )
+    return total
+
+
+def explain_unknown_key(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
+    """`unknown key trainer.stepz; did you mean trainer.steps?` for the first bad override."""
+    known = flat_keys(cfg)
+    groups = [name for name in os.listdir(conf_dir()) if os.path.isdir(f"{conf_dir()}/{name}")]
+    for override in overrides:
+        key, separator, _ = override.lstrip("+~").partition("=")
+        if separator and not override.startswith(("+", "~", "hydra")) and "@" not in key:
+            if key not in known and key not in groups:
+                return f"unknown key {key}{_did_you_mean(key, [*known, *groups])}"
+    return None
+
+
+def conf_dir() -> str:
+    """The folder of yaml choices."""
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf")
+
+
+def flat_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
+    """All keys in dotted form, inner nodes included."""
+    keys: list[str] = []
+    for key in cfg:
+        name = f"{prefix}{key}"
+        keys.append(name)
+        node = OmegaConf.to_container(cfg, resolve=False)[key]  # type: ignore[index, call-overload]
+        if isinstance(node, dict):
+            keys += flat_keys(cfg[key], f"{name}.")
+    return keys
+
+
+def _did_you_mean(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if not near:
+        tail = {key.rpartition(".")[2]: key for key in known}
+        near = [tail[k] for k in difflib.get_close_matches(word.rpartition(".")[2], tail, n=1)]
+    return f"; did you mean {near[0]}?" if near else " (see `python train.py --cfg job`)"
+
+
+def _one_of(key: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{key}={value!r}: choose one of {', '.join(choices)}")
+
+
+def _positive(cfg: DictConfig, *keys: str) -> None:
+    for key in keys:
+        value = OmegaConf.select(cfg, key)
+        if not value > 0:
+            raise ValueError(f"{key}={value} must be positive")
+
+
+def _within(key: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{key}={value} must be between {low} and {high}")

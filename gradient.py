@@ -1,0 +1,170 @@
+"""The gradient of one optimizer step, accumulated over micro-batches of whole groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from buffer import Group
+from losses import LossOutput
+from model import micro_batches, response_logprobs
+from trajectory import Batch, Trajectory
+
+
+def accumulate_gradient(
+    policy: torch.nn.Module,
+    groups: Sequence[Group],
+    *,
+    objective: Callable[..., LossOutput],
+    beta: float,
+    temperature: float,
+    autocast: torch.dtype | None,
+    tokens_per_micro_batch: int,
+    num_groups: int,
+) -> dict[str, float]:
+    """Adds the gradient of the step's loss to `.grad`, micro-batch by micro-batch.
+
+    Statistics of a group (log Z, baselines) need all its responses, so micro-batches are made of
+    whole groups. A group that does not fit in one is taken in two passes: log-probs of all its
+    responses without gradient give d loss / d log-prob, which then weights each response's own
+    log-probs. Both ways give the same gradient; the second costs one more forward pass.
+
+    Returns:
+        Sums over the groups at hand: `loss/...` and `policy/...` of the objective (they add up to
+        the step's), `tokens`, and per-token sums of -log-prob and |log-prob - behavior log-prob|.
+    """
+    sums: dict[str, Tensor] = {}
+    options = {"temperature": temperature, "autocast": autocast}
+    for part in whole_group_micro_batches(groups, tokens_per_micro_batch):
+        trajectories = [t for group in part for t in group.trajectories]
+        prompts = [t.prompt_tokens for t in trajectories]
+        responses = [t.response_tokens for t in trajectories]
+        pieces = list(micro_batches([_length(t) for t in trajectories], tokens_per_micro_batch))
+        if len(pieces) == 1:
+            logprobs = response_logprobs(policy, prompts, responses, **options)
+            batch = make_batch(part, logprobs, num_groups)
+            output = objective(batch, beta=beta)
+            output.loss.backward()
+        else:
+            batch, output = _two_passes(policy, part, pieces, objective, beta, num_groups, options)
+        values = {
+            "loss/total": output.loss.detach(),
+            **output.metrics,
+            "tokens": torch.tensor(float(len(batch.policy_logprobs))),
+            "policy/entropy_sampled": -batch.policy_logprobs.detach().sum(),
+            "policy/logprob_drift": (batch.policy_logprobs.detach() - batch.behavior_logprobs).abs().sum(),
+        }
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0.0) + torch.as_tensor(value, dtype=torch.float64).cpu()
+    return {name: float(value) for name, value in sums.items()}
+
+
+def _two_passes(
+    policy: torch.nn.Module,
+    part: Sequence[Group],
+    pieces: Sequence[Sequence[int]],
+    objective: Callable[..., LossOutput],
+    beta: float,
+    num_groups: int,
+    options: Mapping[str, Any],
+) -> tuple[Batch, LossOutput]:
+    trajectories = [t for group in part for t in group.trajectories]
+    ends = np.cumsum([len(t.response_tokens) for t in trajectories])
+    starts = ends - [len(t.response_tokens) for t in trajectories]
+
+    def forward(piece: Sequence[int]) -> Tensor:
+        return response_logprobs(
+            policy,
+            [trajectories[i].prompt_tokens for i in piece],
+            [trajectories[i].response_tokens for i in piece],
+            **options,
+        )
+
+    def positions(piece: Sequence[int]) -> np.ndarray:
+        return np.concatenate([np.arange(starts[i], ends[i]) for i in piece])
+
+    device = next(policy.parameters()).device
+    logprobs = torch.zeros(int(ends[-1]), device=device)
+    with torch.no_grad():
+        for piece in pieces:
+            logprobs[positions(piece)] = forward(piece)
+    batch = make_batch(part, logprobs.requires_grad_(), num_groups)
+    output = objective(batch, beta=beta)
+    (weights,) = torch.autograd.grad(output.loss, logprobs)
+    for piece in pieces:
+        (forward(piece) * weights[positions(piece)]).sum().backward()
+    return batch, output
+
+
+def _length(trajectory: Trajectory) -> int:
+    return len(trajectory.prompt_tokens) + len(trajectory.response_tokens)
+
+
+def whole_group_micro_batches(groups: Sequence[Group], max_tokens: int) -> Iterator[list[Group]]:
+    """Groups in micro-batches of at most `max_tokens` padded tokens, similar lengths together.
+
+    A group over the limit comes alone.
+    """
+    part: list[Group] = []
+    size = 0  # responses in `part`
+    for group in sorted(groups, key=lambda g: max(_length(t) for t in g.trajectories)):
+        width = max(_length(t) for t in group.trajectories)
+        if part and width * (size + len(group.trajectories)) > max_tokens:
+            yield part
+            part, size = [], 0
+        part.append(group)
+        size += len(group.trajectories)
+    if part:
+        yield part
+
+
+def make_batch(groups: Sequence[Group], policy_logprobs: Tensor, num_groups: int) -> Batch:
+    """The record that objectives see, for the responses of `groups` in order."""
+    device = policy_logprobs.device
+    trajectories = [t for group in groups for t in group.trajectories]
+    lengths = np.array([len(t.response_tokens) for t in trajectories])
+    sizes = np.array([len(group.trajectories) for group in groups])
+
+    def tensor(values: Any, dtype: Any) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=dtype)).to(device)
+
+    return Batch(
+        policy_logprobs=policy_logprobs,
+        reference_logprobs=tensor(
+            np.concatenate([t.reference_logprobs for t in trajectories]), np.float32
+        ),
+        behavior_logprobs=tensor(
+            np.concatenate([t.behavior_logprobs for t in trajectories]), np.float32
+        ),
+        response=tensor(np.repeat(np.arange(len(trajectories)), lengths), np.int64),
+        group=tensor(np.repeat(np.arange(len(groups)), sizes), np.int64),
+        rewards=tensor([t.reward for t in trajectories], np.float32),
+        num_groups=num_groups,
+    )
+
+
+def sum_over_trainers(
+    policy: torch.nn.Module, sums: dict[str, float], group: dist.ProcessGroup | None
+) -> dict[str, float]:
+    """Adds up the trainers' gradients (in place) and metrics; every trainer must call it."""
+    if group is None:
+        return sums
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+    dist.all_reduce(flat, group=group)
+    for parameter, grad in zip(
+        parameters, flat.split([p.numel() for p in parameters]), strict=True
+    ):
+        parameter.grad.copy_(grad.view_as(parameter))
+    names = sorted(sums)
+    values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=flat.device)
+    dist.all_reduce(values, group=group)
+    return dict(zip(names, values.tolist(), strict=True))

@@ -1,0 +1,222 @@
+"""The searcher's loop: prompts -> generate -> score -> ship -> take weights, forever.
+
+Runs on every searcher rank, in the main thread (in a thread of its own when the world is one rank).
+Consumes: weights (newest version, taken between two generations). Produces: trajectories, to trainer
+p mod T for prompt p; counters; evaluation results. Waits for: nothing in `mode=async`, the weights of
+the next round in `mode=sync`. Ends: after the version marked final, which it evaluates first.
+arXiv 2503.18929, section 4.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from comm import Channel, Control, Kind, Ranks
+from engine import Completion, HFEngine, Sampling, VLLMEngine
+from evaluate import greedy_scores
+from metrics import IdleClock
+from model import unique_response_logprobs
+from tasks.task import Problem, Task
+from trajectory import Trajectory, pack
+from weights import WeightUpdate
+
+logger = logging.getLogger("tba")
+
+
+@dataclass
+class SearcherConfig:
+    """What is generated."""
+
+    responses_per_prompt: int = 20  # S, at least trainer.responses_per_prompt
+    prompts_per_call: int = 32  # prompts in one generation; mode=sync derives its own
+    temperature: float = 1.0  # of sampling, of the policy and of the reference: TB holds at this one
+    top_p: float = 1.0
+    max_outstanding: int = 8  # messages under way to trainers before a searcher waits
+    reference_tokens_per_micro_batch: int = 8192  # padded tokens per reference forward pass
+
+
+@dataclass(slots=True, kw_only=True)
+class SearcherParts:
+    """What a searcher works with; `train.py` puts it together."""
+
+    ranks: Ranks
+    control: Control
+    channel: Channel
+    engine: VLLMEngine | HFEngine
+    reference: torch.nn.Module
+    autocast: torch.dtype | None  # of the reference's forward pass
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    problems: Sequence[Problem]  # training problems, all of them
+    prompt_tokens: Sequence[np.ndarray]  # int32 [P], of each training problem
+    held_out: Sequence[Problem]  # this searcher's share
+    held_out_tokens: Sequence[np.ndarray]
+    probe_tokens: Sequence[np.ndarray]  # sequences on which trainer and engine compare log-probs
+    max_logprob_gap: float  # nats a token
+    max_response_tokens: int
+    seed: int
+    clock: IdleClock = field(default_factory=IdleClock)
+
+
+def search(cfg: SearcherConfig, parts: SearcherParts, *, prompts_per_call: int, lockstep: bool) -> None:
+    """Generates and ships until the final version of the weights has been evaluated.
+
+    Args:
+        prompts_per_call: prompts in one generation.
+        lockstep: generate exactly once under every version (`mode=sync`).
+    """
+    stream = prompt_stream(parts)
+    sampling = Sampling(
+        n=cfg.responses_per_prompt,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        max_tokens=parts.max_response_tokens,
+    )
+    update = take_weights(parts, wait_for=0)
+    parts.clock.start()
+    while not update.final:
+        ids = [next(stream) for _ in range(prompts_per_call)]
+        parts.control.progress("generating")
+        groups = parts.engine.generate([parts.prompt_tokens[i] for i in ids], sampling)
+        trajectories = score(cfg, parts, ids, groups, version=update.version)
+        ship(parts, trajectories, version=update.version)
+        update = take_weights(parts, wait_for=update.version + 1 if lockstep else None) or update
+    parts.channel.close()
+
+
+def prompt_stream(parts: SearcherParts) -> Iterator[int]:
+    """This searcher's prompts (id mod S == its index), for ever, in a new order every epoch."""
+    ids = np.arange(parts.ranks.searcher_index, len(parts.problems), parts.ranks.num_searchers)
+    rng = np.random.default_rng([parts.seed, 1, parts.ranks.searcher_index])
+    while True:
+        yield from rng.permutation(ids).tolist()
+
+
+def take_weights(parts: SearcherParts, *, wait_for: int | None) -> WeightUpdate | None:
+    """The newest weights, loaded, probed and, if they say so, evaluated; None if none have come."""
+    parts.control.progress("waiting for weights" if wait_for is not None else "taking weights")
+    with parts.clock.waiting("weights"):
+        update = parts.engine.update(wait_for=wait_for, timeout_s=parts.control.timeout_s)
+    if update is None:
+        return None
+    parts.clock.count_as_work("weights", update.load_s)  # loading is work, waiting for it is not
+    report: dict[str, Any] = {"version": update.version, "load_s": update.load_s}
+    if "probe" in update.meta:
+        report["logprob_gap"] = probe(parts, update)
+    for trainer in range(parts.ranks.num_trainers):
+        parts.channel.send(trainer, Kind.REPORT, report)
+    if update.evaluate:
+        evaluate(parts, update)
+    return update
+
+
+def probe(parts: SearcherParts, update: WeightUpdate) -> float:
+    """Mean |engine - trainer| log-prob of fixed tokens under the same version (nats a token).
+
+    Raises:
+        RuntimeError: the gap is beyond `weights.max_logprob_gap`: the engine does not hold the
+            weights that were published.
+    """
+    engine = np.concatenate(parts.engine.score(parts.probe_tokens))
+    trainer = np.asarray(update.meta["probe"], dtype=np.float32)
+    gap = float(np.abs(engine - trainer).mean())
+    if not gap <= parts.max_logprob_gap:
+        raise RuntimeError(
+            f"version {update.version}: log-probs of engine and trainer differ by {gap:.3f} nats a "
+            f"token (weights.max_logprob_gap={parts.max_logprob_gap}); the engine does not hold the "
+            "published weights, or computes something else with them"
+        )
+    return gap
+
+
+def evaluate(parts: SearcherParts, update: WeightUpdate) -> None:
+    """Greedy rewards on this searcher's share of the held-out problems, sent to trainer 0."""
+    start = time.monotonic()
+    limit_s = parts.control.timeout_s * max(1.0, len(parts.held_out) / 256)
+    parts.control.progress("evaluating held-out problems", limit_s)
+    rewards = greedy_scores(
+        parts.engine,
+        parts.task,
+        parts.tokenizer,
+        parts.held_out,
+        parts.held_out_tokens,
+        max_response_tokens=parts.max_response_tokens,
+    )
+    parts.channel.send(
+        0,
+        Kind.EVALUATION,
+        {
+            "version": update.version,
+            "total_reward": float(sum(rewards)),
+            "count": len(rewards),
+            "seconds": time.monotonic() - start,
+        },
+    )
+
+
+def score(
+    cfg: SearcherConfig,
+    parts: SearcherParts,
+    ids: Sequence[int],
+    groups: Sequence[Sequence[Completion]],
+    *,
+    version: int,
+) -> list[Trajectory]:
+    """Rewards and reference log-probs of every completion."""
+    parts.control.progress("scoring")
+    flat = [(i, completion) for i, group in zip(ids, groups, strict=True) for completion in group]
+    prompts = [parts.prompt_tokens[i] for i, _ in flat]
+    responses = [completion.tokens for _, completion in flat]
+    texts = parts.tokenizer.batch_decode(responses, skip_special_tokens=True)
+    rewards = parts.task.score([parts.problems[i] for i, _ in flat], texts)
+    reference = unique_response_logprobs(
+        parts.reference,
+        prompts,
+        responses,
+        temperature=cfg.temperature,
+        autocast=parts.autocast,
+        tokens_per_micro_batch=cfg.reference_tokens_per_micro_batch,
+    )
+    return [
+        Trajectory(
+            prompt_id=i,
+            prompt_tokens=prompt,
+            response_tokens=completion.tokens,
+            behavior_logprobs=completion.logprobs,
+            reference_logprobs=logprobs,
+            reward=float(sum(named.values())),
+            reward_parts=named,
+            version_start=version,
+            version_end=version,
+            truncated=completion.truncated,
+        )
+        for (i, completion), prompt, named, logprobs in zip(
+            flat, prompts, rewards, reference, strict=True
+        )
+    ]
+
+
+def ship(parts: SearcherParts, trajectories: Sequence[Trajectory], *, version: int) -> None:
+    """Sends each trajectory to the trainer of its prompt, then this searcher's counters to all."""
+    num_trainers = parts.ranks.num_trainers
+    report = {
+        "round": version,
+        "generated": len(trajectories),
+        "generated_tokens": sum(len(t.response_tokens) for t in trajectories),
+        "idle_fraction": parts.clock.fraction(),
+        "idle_s": parts.clock.seconds(),
+    }
+    with parts.clock.waiting("channel"):
+        for trainer in range(num_trainers):
+            part = [t for t in trajectories if t.prompt_id % num_trainers == trainer]
+            if part:
+                parts.channel.send(trainer, Kind.TRAJECTORIES, pack(part))
+            parts.channel.send(trainer, Kind.REPORT, report)

@@ -1,0 +1,1 @@
+"""Tasks: one file each, which loads problems, words the prompts and scores the responses."""

@@ -1,0 +1,469 @@
+"""The entry: check the config, split the ranks, run this rank's role, leave cleanly.
+
+    torchrun --nproc_per_node=2 train.py                                   # the laptop demo
+    torchrun --nproc_per_node=8 train.py task=gsm8k model=rho1b            # 1 trainer, 7 searchers
+    python train.py engine=hf                                              # one process, lock-step
+
+Exit code 0 after a whole run; 2 for a mistake in the config or the data; 1 if a rank failed, with
+the reason printed once by the first that did; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+import torch
+import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from transformers import PreTrainedTokenizerBase
+
+import config
+import model as modeling
+from buffer import Buffer
+from comm import Channel, Control, Ranks, broadcast_text, init_world, ranks_from_environment
+from engine import EngineOptions, engine_port, make_engine, pin_process
+from metrics import Metrics, setup_logging
+from searcher import SearcherParts, search
+from tasks.task import Problem, Task, encode_prompt
+from trainer import TrainerParts, train
+from weights import Publisher
+
+NUM_PROBES = 4  # prompts whose log-probs engine and trainer compare
+
+
+@dataclass(slots=True, kw_only=True)
+class Setup:
+    """What every rank works out before its role begins."""
+
+    cfg: DictConfig
+    ranks: Ranks
+    path: str  # of the model
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    problems: list[Problem]
+    prompt_tokens: list[np.ndarray]
+    held_out: list[Problem]
+    held_out_tokens: list[np.ndarray]
+    max_model_len: int
+    device: torch.device
+    engine_dtype: torch.dtype
+    cores: list[int]
+    started: float
+
+    @property
+    def lockstep(self) -> bool:
+        return self.cfg.mode == "sync"
+
+    @property
+    def probe_tokens(self) -> list[np.ndarray]:
+        """Fixed sequences of at least two tokens, the same on every rank."""
+        return [tokens for tokens in self.prompt_tokens if len(tokens) > 1][:NUM_PROBES]
+
+    @property
+    def weights_backend(self) -> str:
+        if self.cfg.weights.backend != "auto":
+            return self.cfg.weights.backend
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+
+def run(cfg: DictConfig, *, started: float) -> None:
+    """One rank's whole life."""
+    ranks = ranks_from_environment(cfg.cluster.trainers)
+    logger = setup_logging(ranks.name())
+    config.validate(cfg, ranks)
+    init_world(ranks, timeout_s=cfg.cluster.startup_timeout_s)
+    control = Control.start(
+        ranks,
+        timeout_s=cfg.cluster.timeout_s,
+        heartbeat_timeout_s=cfg.cluster.heartbeat_timeout_s,
+    )
+    signal.signal(signal.SIGTERM, lambda *_: control.leave("SIGTERM"))
+    try:
+        control.progress("preparing model and data", cfg.cluster.startup_timeout_s)
+        setup = prepare(cfg, ranks, started)
+        channel = Channel(
+            ranks, max_outstanding=cfg.searcher.max_outstanding, on_error=control.fail
+        )
+        trainers = dist.new_group(list(range(ranks.num_trainers)), backend=trainer_backend(setup))
+        run_dir = Path(broadcast_text(make_run_dir(cfg) if ranks.rank == 0 else ""))
+        if ranks.rank == 0:
+            logger.info("run folder: %s", run_dir)
+        if ranks.world_size == 1:
+            run_both(setup, control, channel, run_dir)
+        elif ranks.is_trainer:
+            run_trainer(setup, control, channel, run_dir, trainers)
+        else:
+            run_searcher(setup, control, channel)
+        control.progress("leaving")
+        dist.barrier()
+    except KeyboardInterrupt:
+        control.fail("interrupted (Ctrl-C)", code=130)
+    except config.UserError as error:
+        control.fail(str(error), code=2)
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        logger.error("%s", traceback.format_exc())
+        control.fail(f"{type(error).__name__}: {error}")
+    control.close()
+    dist.destroy_process_group()
+
+
+def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
+    """Model folder, tokenizer, data and limits; the checks that need them.
+
+    Raises:
+        UserError: a model, file or limit that does not fit, with the key to change.
+    """
+    device = pick_device(cfg, ranks)
+    pinned = cfg.cluster.pin_cores and device.type == "cpu"
+    cores = ranks.cores() if pinned else []
+    try:
+        task = instantiate(cfg.task)
+        problems, held_out = task.problems("train"), task.problems("test")
+        build = instantiate(cfg.model.build) if cfg.model.build is not None else None
+        if ranks.local_rank == 0:
+            modeling.resolve_path(cfg.model, build)  # one rank a node builds what is missing
+        dist.barrier()
+        path = modeling.resolve_path(cfg.model, build)
+        trust = cfg.model.trust_remote_code
+        tokenizer = modeling.load_tokenizer(cfg.model.tokenizer or path, trust_remote_code=trust)
+        prompt_tokens = encode(tokenizer, problems, task.chat)
+        held_out = held_out[: cfg.eval.num_problems]
+        held_out_tokens = encode(tokenizer, held_out, task.chat)
+        max_model_len = config.check_lengths(
+            cfg,
+            [*prompt_tokens, *held_out_tokens],
+            modeling.context_length(path, trust_remote_code=trust),
+        )
+    except ValueError as error:
+        raise config.UserError(str(error)) from error
+    if cores:
+        torch.set_num_threads(len(cores))
+    return Setup(
+        cfg=cfg,
+        ranks=ranks,
+        path=path,
+        tokenizer=tokenizer,
+        task=task,
+        problems=problems,
+        prompt_tokens=prompt_tokens,
+        held_out=held_out,
+        held_out_tokens=held_out_tokens,
+        max_model_len=max_model_len,
+        device=device,
+        engine_dtype=engine_dtype(cfg, device),
+        cores=cores,
+        started=started,
+    )
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, problems: list[Problem], chat: bool
+) -> list[np.ndarray]:
+    """Prompt tokens of each problem, int32 [P]."""
+    return [np.array(encode_prompt(tokenizer, p, chat=chat), dtype=np.int32) for p in problems]
+
+
+def pick_device(cfg: DictConfig, ranks: Ranks) -> torch.device:
+    """This rank's own device."""
+    wanted = cfg.cluster.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if ranks.local_world_size > count:
+        raise config.UserError(
+            f"{ranks.local_world_size} ranks on this node but {count} GPUs: start {count} ranks "
+            "(--nproc_per_node), or set cluster.device=cpu"
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def engine_dtype(cfg: DictConfig, device: torch.device) -> torch.dtype:
+    """The engines' dtype: as configured, or by device."""
+    if cfg.engine.dtype != "auto":
+        return modeling.DTYPES[cfg.engine.dtype]
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def trainer_backend(setup: Setup) -> str:
+    """Backend of the trainers' own group."""
+    return "nccl" if setup.device.type == "cuda" else "gloo"
+
+
+def make_run_dir(cfg: DictConfig) -> str:
+    """Creates the run folder and saves the resolved config, the command and the git commit."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    loss = str(cfg.loss._target_).rpartition(".")[2]
+    task = re.sub(r"\W", "", str(cfg.task._target_).rpartition(".")[2]).lower()
+    name = cfg.run.name or f"{stamp}-{task}-{cfg.model.name}-{loss}-{cfg.mode}-seed{cfg.seed}"
+    folder = Path(cfg.run.root) / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise config.UserError(
+                f"run.name={name!r}: {folder} holds a run already; choose another name"
+            )
+        OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
+        origin = {"command": sys.argv, "commit": git_commit(), "world_size": dist.get_world_size()}
+        (folder / "origin.json").write_text(json.dumps(origin, indent=2) + "\n")
+    except OSError as error:
+        raise config.UserError(f"run.root={cfg.run.root!r} can't be written: {error}") from error
+    return str(folder)
+
+
+def git_commit() -> str | None:
+    """The commit of this code, if it lies in a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+# --------------------------------------------------------------------------- roles
+
+
+def run_trainer(
+    setup: Setup,
+    control: Control,
+    channel: Channel,
+    run_dir: Path,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Builds a trainer's parts and trains."""
+    cfg, ranks = setup.cfg, setup.ranks
+    if setup.cores and ranks.world_size > 1:
+        pin_process(os.getpid(), setup.cores)
+    policy = load_model(setup)
+    if cfg.trainer.gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.train()  # transformers checkpoints in train mode only; dropout is checked to be 0
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=cfg.trainer.lr.peak,
+        betas=tuple(cfg.trainer.adam_betas),
+        weight_decay=cfg.trainer.weight_decay,
+    )
+    lead = ranks.rank == 0
+    publisher = Publisher(
+        policy,
+        host=control.host,
+        port=control.port,
+        num_workers=ranks.num_searchers,
+        dtype=setup.engine_dtype,
+        backend=setup.weights_backend,
+        bucket_bytes=cfg.weights.bucket_mb << 20,
+        timeout_s=cfg.cluster.timeout_s,
+        meeting_timeout_s=cfg.cluster.startup_timeout_s,
+    ) if lead else None
+    metrics = Metrics(
+        run_dir, total_steps=cfg.trainer.steps, log_every_s=cfg.run.log_every_s
+    ) if lead else None
+    parts = TrainerParts(
+        ranks=ranks,
+        control=control,
+        channel=channel,
+        policy=policy,
+        optimizer=optimizer,
+        objective=instantiate(cfg.loss),
+        buffer=make_buffer(setup),
+        tokenizer=setup.tokenizer,
+        prompts=[problem.prompt for problem in setup.problems],
+        temperature=cfg.searcher.temperature,
+        probe_tokens=setup.probe_tokens,
+        group=group if ranks.num_trainers > 1 else None,
+        publisher=publisher,
+        metrics=metrics,
+        run_dir=run_dir,
+        started=setup.started,
+    )
+    initial = -(-cfg.buffer.initial_trajectories // ranks.num_trainers)
+    try:
+        train(
+            cfg.trainer,
+            parts,
+            evaluation=cfg.eval,
+            initial_trajectories=initial,
+            lockstep=setup.lockstep,
+            probe_every=cfg.weights.probe_every,
+            rollouts_every=cfg.run.rollouts_every,
+        )
+    finally:
+        if metrics is not None:
+            metrics.close()
+
+
+def make_buffer(setup: Setup) -> Buffer:
+    """The rank's replay buffer; in lock-step it holds exactly the round just generated."""
+    cfg = setup.cfg.buffer
+    return Buffer(
+        capacity_per_prompt=cfg.capacity_per_prompt,
+        max_tokens=cfg.max_tokens,
+        deduplicate=cfg.deduplicate and not setup.lockstep,
+        recency_prob=1.0 if setup.lockstep else cfg.recency_prob,
+        fill_groups=cfg.fill_groups,
+        rule=instantiate(cfg.rule),
+        seed=setup.cfg.seed * 1009 + setup.ranks.rank,
+    )
+
+
+def load_model(setup: Setup) -> torch.nn.Module:
+    """Policy or reference, in float32 (the forward pass may be autocast)."""
+    return modeling.load_policy(
+        setup.path,
+        device=setup.device,
+        dtype=torch.float32,
+        trust_remote_code=setup.cfg.model.trust_remote_code,
+    )
+
+
+def run_searcher(setup: Setup, control: Control, channel: Channel) -> None:
+    """Starts an engine and searches."""
+    cfg, ranks = setup.cfg, setup.ranks
+    control.progress("starting the engine", cfg.cluster.startup_timeout_s)
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("MASTER_PORT", "")
+    engine = make_engine(
+        cfg.engine,
+        EngineOptions(
+            path=setup.path,
+            stop_token_ids=modeling.stop_token_ids(setup.path, setup.tokenizer),
+            pad_token_id=int(setup.tokenizer.pad_token_id),
+            max_model_len=setup.max_model_len,
+            dtype=setup.engine_dtype,
+            device=setup.device,
+            seed=cfg.seed * 10_007 + 1 + ranks.searcher_index,
+            cores=setup.cores,
+            port=engine_port(ranks.local_rank, job),
+            trust_remote_code=cfg.model.trust_remote_code,
+        ),
+    )
+    control.cleanups.append(engine.kill)
+    reference = load_model(setup)
+    if setup.cores and ranks.world_size > 1:
+        pin_process(os.getpid(), setup.cores)
+        engine.pin(setup.cores)
+    control.progress("meeting the trainer for weights", cfg.cluster.startup_timeout_s)
+    engine.join_weights(
+        host=control.host,
+        port=control.port,
+        rank=1 + ranks.searcher_index,
+        size=1 + ranks.num_searchers,
+        backend=setup.weights_backend,
+        bucket_bytes=cfg.weights.bucket_mb << 20,
+        timeout_s=cfg.cluster.startup_timeout_s,
+    )
+    share = slice(ranks.searcher_index, None, ranks.num_searchers)
+    parts = SearcherParts(
+        ranks=ranks,
+        control=control,
+        channel=channel,
+        engine=engine,
+        reference=reference,
+        autocast=torch.bfloat16 if cfg.trainer.precision == "bfloat16" else None,
+        tokenizer=setup.tokenizer,
+        task=setup.task,
+        problems=setup.problems,
+        prompt_tokens=setup.prompt_tokens,
+        held_out=setup.held_out[share],
+        held_out_tokens=setup.held_out_tokens[share],
+        probe_tokens=setup.probe_tokens,
+        max_logprob_gap=cfg.weights.max_logprob_gap,
+        max_response_tokens=cfg.task.max_response_tokens,
+        seed=cfg.seed,
+    )
+    search(
+        cfg.searcher,
+        parts,
+        prompts_per_call=config.prompts_per_call(cfg, ranks),
+        lockstep=setup.lockstep,
+    )
+    control.progress("closing the engine", cfg.cluster.timeout_s)
+    engine.leave_weights()
+    engine.close()
+
+
+def run_both(setup: Setup, control: Control, channel: Channel, run_dir: Path) -> None:
+    """A world of one rank: the same two loops in lock-step, the searcher's in a thread."""
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            run_searcher(setup, control, channel)
+        except BaseException as error:
+            traceback.print_exc()
+            control.fail(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=target, name="searcher", daemon=True)
+    thread.start()
+    run_trainer(setup, control, channel, run_dir, None)
+    thread.join()
+
+
+# --------------------------------------------------------------------------- entry
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    overrides = HydraConfig.get().overrides.task
+    alone = "RANK" not in os.environ and not any(o.startswith("mode=") for o in overrides)
+    if alone and cfg.mode == "async":
+        print("one process (no torchrun): mode=sync", file=sys.stderr)
+        cfg.mode = "sync"
+    OmegaConf.set_readonly(cfg, True)
+    run(cfg, started=STARTED)
+
+
+def say_once(message: str) -> None:
+    """Prints a user's mistake on rank 0 alone; the others give it the time to."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(5.0)
+
+
+def explain(error: Exception) -> str:
+    """Hydra's or OmegaConf's complaint in one line, with the nearest key where a key is unknown."""
+    overrides = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=config.conf_dir()):
+        plain = hydra.compose("config")
+    unknown = config.explain_unknown_key(plain, overrides)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return unknown or " ".join(lines[:4])
+
+
+if __name__ == "__main__":
+    STARTED = time.monotonic()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise to us instead of printing a traceback a rank
+    config.register()
+    try:
+        main()
+    except (HydraException, OmegaConfBaseException) as error:
+        say_once(explain(error))
+        sys.exit(2)
+    except ValueError as error:
+        say_once(str(error))
+        sys.exit(2)

@@ -1,0 +1,527 @@
+"""The trainer's loop: receive -> draw -> forward -> objective -> backward -> step -> publish.
+
+Runs on every trainer rank, in the main thread; trainer 0 also publishes weights, logs and ends the
+run. Consumes: trajectories from its channel (a background thread receives them). Produces: weights,
+snapshot by snapshot (a background thread broadcasts them). Waits for: data, when the buffer can't
+serve a draw, and in `mode=sync` for the whole round; the other trainers, in the all-reduce of the
+gradient. Ends: after `steps` steps and the evaluation of the final version.
+arXiv 2503.18929, sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from buffer import Buffer, Group
+from checkpoint import save_policy
+from comm import Channel, Control, Kind, Ranks
+from gradient import accumulate_gradient, sum_over_trainers
+from losses import LossOutput
+from metrics import IdleClock, Metrics, draw_figure, write_rollouts, write_summary
+from model import response_logprobs
+from schedules import beta_at, lr_at
+from trajectory import Trajectory, unpack
+from weights import Publisher
+
+logger = logging.getLogger("tba")
+
+
+@dataclass
+class BetaConfig:
+    """KL coefficient, in reward units per nat; linear from `initial` to `final`."""
+
+    initial: float = 0.02
+    final: float | None = None  # null: constant
+    target_step: int | None = None  # where the line would reach `final`; null: the last step
+    stop_step: int | None = None  # where the line is cut and beta jumps to `final`; null: no cut
+
+
+@dataclass
+class LRConfig:
+    """Learning rate over optimizer steps."""
+
+    kind: str = "wsd"  # wsd (warm-up, stable, decay) | linear | constant
+    peak: float = 1e-5
+    warmup_steps: int = 20
+    decay_steps: int = 0  # wsd: the last steps, in which it falls to `min_ratio` of the peak
+    min_ratio: float = 0.0
+
+
+@dataclass
+class TrainerConfig:
+    """How the policy is updated."""
+
+    steps: int = 300
+    batch_size: int = 140  # responses per optimizer step, over all trainers
+    responses_per_prompt: int = 20  # K, drawn per prompt
+    lr: LRConfig = field(default_factory=LRConfig)
+    beta: BetaConfig = field(default_factory=BetaConfig)
+    weight_decay: float = 0.0
+    adam_betas: tuple[float, float] = (0.9, 0.99)
+    max_grad_norm: float | None = 1.0
+    precision: str = "float32"  # float32 | bfloat16 (forward pass; weights stay float32)
+    tokens_per_micro_batch: int = 16384  # padded tokens in one forward and backward pass
+    gradient_checkpointing: bool = False
+    publish_every: int = 1  # k: steps between two publications of the weights
+
+
+@dataclass
+class EvalConfig:
+    """Held-out greedy evaluation on the searchers' engines."""
+
+    every: int = 50  # steps; 0: only before and after training
+    before: bool = True
+    num_problems: int = 256
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerParts:
+    """What a trainer works with; `train.py` puts it together."""
+
+    ranks: Ranks
+    control: Control
+    channel: Channel
+    policy: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    objective: Callable[..., LossOutput]
+    buffer: Buffer
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[str]  # text of each training problem, for rollouts
+    temperature: float  # of the policy and the reference
+    probe_tokens: Sequence[np.ndarray]
+    group: dist.ProcessGroup | None  # all trainers; None when there is one
+    publisher: Publisher | None  # trainer 0
+    metrics: Metrics | None  # trainer 0
+    run_dir: Path
+    started: float  # time.monotonic() when the process began
+    clock: IdleClock = field(default_factory=IdleClock)
+    arrivals: Arrivals = field(default_factory=lambda: Arrivals())
+    totals: Totals = field(default_factory=lambda: Totals())
+
+
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    """What this trainer has trained on since its first step."""
+
+    training_started: float = 0.0  # time.monotonic() at the first step
+    tokens_before: int = 0  # generated before the first step
+    drawn: int = 0
+    tokens: float = 0.0  # response tokens, over all trainers
+    staleness_sum: float = 0.0
+    staleness_max: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Arrivals:
+    """What has come from the searchers since the start (totals) and since the last step (lists)."""
+
+    received: int = 0  # by this trainer
+    generated: int = 0  # by all searchers, for all trainers
+    generated_tokens: int = 0
+    rewards: list[float] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    truncated: list[bool] = field(default_factory=list)
+    rounds: dict[int, int] = field(default_factory=dict)  # searcher rank -> version it last finished
+    idle: dict[int, float] = field(default_factory=dict)  # searcher rank -> idle fraction
+    idle_s: dict[int, dict[str, float]] = field(default_factory=dict)
+    logprob_gap: dict[int, float] = field(default_factory=dict)
+    load_s: dict[int, float] = field(default_factory=dict)
+    evaluations: dict[int, dict[int, dict[str, float]]] = field(default_factory=dict)
+    accuracy: dict[int, float] = field(default_factory=dict)  # version -> mean held-out reward
+    samples: list[Trajectory] = field(default_factory=list)
+
+
+def train(
+    cfg: TrainerConfig,
+    parts: TrainerParts,
+    *,
+    evaluation: EvalConfig,
+    initial_trajectories: int,
+    lockstep: bool,
+    probe_every: int,
+    rollouts_every: int,
+) -> None:
+    """Runs `cfg.steps` optimizer steps on what the searchers send.
+
+    Args:
+        initial_trajectories: responses this trainer waits for before its first step.
+        lockstep: train only on the round that was generated under the current weights.
+        probe_every: every n-th publication carries log-probs for the engines to compare with.
+        rollouts_every: steps between two samples written for reading; 0: none.
+    """
+    prompts_per_draw = cfg.batch_size // cfg.responses_per_prompt // parts.ranks.num_trainers
+    publish(parts, 0, evaluate=evaluation.before, probe=True)
+    fill(parts, prompts_per_draw, initial_trajectories, lockstep=lockstep)
+    parts.clock.start()
+    parts.totals.training_started = time.monotonic()
+    parts.totals.tokens_before = parts.arrivals.generated_tokens
+    for step in range(cfg.steps):
+        step_started = time.monotonic()
+        receive(parts)
+        if lockstep and step % cfg.publish_every == 0:
+            wait_for_round(parts, version=step)
+        groups = draw(cfg, parts, prompts_per_draw)
+        values = update_policy(cfg, parts, groups, step)
+        version = step + 1
+        final = version == cfg.steps
+        if final or version % cfg.publish_every == 0:
+            due = final or (evaluation.every > 0 and version % evaluation.every == 0)
+            probe = due or version // cfg.publish_every % probe_every == 0
+            publish(parts, version, evaluate=due, probe=probe, final=final)
+        report(parts, step, groups, values, time.monotonic() - step_started, rollouts_every)
+    finish(cfg, parts)
+
+
+# --------------------------------------------------------------------------- data
+
+
+def receive(parts: TrainerParts, *, timeout_s: float = 0.0) -> None:
+    """Takes in every message that has arrived; waits up to `timeout_s` seconds for the first."""
+    arrivals = parts.arrivals
+    for message in parts.channel.receive(timeout_s=timeout_s):
+        if message.kind == Kind.TRAJECTORIES:
+            trajectories = unpack(message.payload)
+            parts.buffer.add(trajectories)
+            arrivals.received += len(trajectories)
+            arrivals.rewards += [t.reward for t in trajectories]
+            arrivals.parts += [t.reward_parts for t in trajectories]
+            arrivals.lengths += [len(t.response_tokens) for t in trajectories]
+            arrivals.truncated += [t.truncated for t in trajectories]
+            arrivals.samples = trajectories[:2]
+        elif message.kind == Kind.EVALUATION:
+            take_evaluation(parts, message.source, message.json())
+        else:
+            take_report(arrivals, message.source, message.json())
+
+
+def take_report(arrivals: Arrivals, source: int, values: Mapping[str, Any]) -> None:
+    """A searcher's counters."""
+    if "round" in values:
+        arrivals.rounds[source] = values["round"]
+        arrivals.generated += values["generated"]
+        arrivals.generated_tokens += values["generated_tokens"]
+        arrivals.idle[source] = values["idle_fraction"]
+        arrivals.idle_s[source] = values["idle_s"]
+    if "load_s" in values:
+        arrivals.load_s[source] = values["load_s"]
+    if "logprob_gap" in values:
+        arrivals.logprob_gap[source] = values["logprob_gap"]
+
+
+def take_evaluation(parts: TrainerParts, source: int, values: Mapping[str, Any]) -> None:
+    """One searcher's share of an evaluation; the last share completes and logs it."""
+    version = int(values["version"])
+    shares = parts.arrivals.evaluations.setdefault(version, {})
+    shares[source] = dict(values)
+    if len(shares) < parts.ranks.num_searchers:
+        return
+    count = sum(share["count"] for share in shares.values())
+    accuracy = sum(share["total_reward"] for share in shares.values()) / max(count, 1)
+    parts.arrivals.accuracy[version] = accuracy
+    if parts.metrics is not None:
+        result = {
+            "eval/accuracy": accuracy,
+            "eval/version": version,
+            "eval/seconds": max(share["seconds"] for share in shares.values()),
+        }
+        parts.metrics.log(version, result)
+        parts.metrics.note(f"held-out accuracy at step {version}: {accuracy:.3f} ({count} problems)")
+
+
+def fill(parts: TrainerParts, num_prompts: int, initial: int, *, lockstep: bool) -> None:
+    """Waits until the buffer can serve the first draw."""
+    parts.control.progress(
+        "waiting for the first trajectories (engines start)", parts.control.startup_timeout_s
+    )
+    if lockstep:
+        return  # the first round is waited for in the loop
+    while parts.arrivals.received < initial or not parts.buffer.ready(num_prompts):
+        receive(parts, timeout_s=0.5)
+
+
+def wait_for_round(parts: TrainerParts, *, version: int) -> None:
+    """Waits until every searcher has shipped what it generated under `version`."""
+    with parts.clock.waiting("round"):
+        while (
+            len(parts.arrivals.rounds) < parts.ranks.num_searchers
+            or min(parts.arrivals.rounds.values()) < version
+        ):
+            receive(parts, timeout_s=0.5)
+
+
+def draw(cfg: TrainerConfig, parts: TrainerParts, num_prompts: int) -> list[Group]:
+    """The step's groups; waits only while the buffer holds no group at all."""
+    while not (groups := parts.buffer.draw(num_prompts, cfg.responses_per_prompt)):
+        with parts.clock.waiting("data"):
+            receive(parts, timeout_s=0.5)
+    return groups
+
+
+# --------------------------------------------------------------------------- update
+
+
+def update_policy(
+    cfg: TrainerConfig, parts: TrainerParts, groups: Sequence[Group], step: int
+) -> dict[str, float]:
+    """One optimizer step on `groups` (this trainer's share); returns metrics of all trainers.
+
+    Raises:
+        FloatingPointError: the gradient is not finite; the policy is left as it was.
+    """
+    parts.control.progress(f"training step {step}")
+    total = torch.tensor([len(groups)])
+    if parts.group is not None:
+        device = next(parts.policy.parameters()).device
+        total = total.to(device)
+        dist.all_reduce(total, group=parts.group)
+    beta = beta_at(step, **beta_schedule(cfg))
+    rate = lr_at(step, **lr_schedule(cfg))
+    with parts.clock.busy("forward_backward"):
+        sums = accumulate_gradient(
+            parts.policy,
+            groups,
+            objective=parts.objective,
+            beta=beta,
+            temperature=parts.temperature,
+            autocast=torch.bfloat16 if cfg.precision == "bfloat16" else None,
+            tokens_per_micro_batch=cfg.tokens_per_micro_batch,
+            num_groups=int(total),
+        )
+    with parts.clock.busy("optimizer"):
+        sums = sum_over_trainers(parts.policy, sums, parts.group)
+        grad_norm = float(
+            torch.nn.utils.clip_grad_norm_(
+                parts.policy.parameters(), cfg.max_grad_norm or float("inf")
+            )
+        )
+        if not np.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"the gradient of step {step} is not finite (norm {grad_norm}): lower "
+                "trainer.lr.peak, set trainer.max_grad_norm, or train in float32"
+            )
+        for settings in parts.optimizer.param_groups:
+            settings["lr"] = rate
+        parts.optimizer.step()
+        parts.optimizer.zero_grad(set_to_none=True)
+    tokens = sums.pop("tokens")
+    per_token = ("policy/entropy_sampled", "policy/logprob_drift")
+    means = {name: sums.pop(name) / tokens for name in per_token}
+    return {
+        **sums,
+        **means,
+        "tokens": tokens,
+        "loss/grad_norm": grad_norm,
+        "loss/learning_rate": rate,
+        "loss/beta": beta,
+    }
+
+
+def beta_schedule(cfg: TrainerConfig) -> dict[str, Any]:
+    """The keywords of `beta_at`."""
+    target = cfg.beta.target_step or cfg.steps
+    final = cfg.beta.initial if cfg.beta.final is None else cfg.beta.final
+    stop = cfg.beta.stop_step or target
+    return {"initial": cfg.beta.initial, "final": final, "target_step": target, "stop_step": stop}
+
+
+def lr_schedule(cfg: TrainerConfig) -> dict[str, Any]:
+    """The keywords of `lr_at`."""
+    stable = max(cfg.steps - cfg.lr.warmup_steps - cfg.lr.decay_steps, 0)
+    return {
+        "kind": cfg.lr.kind,
+        "peak": cfg.lr.peak,
+        "warmup_steps": cfg.lr.warmup_steps,
+        "stable_steps": stable,
+        "decay_steps": cfg.lr.decay_steps,
+        "total_steps": cfg.steps,
+        "min_ratio": cfg.lr.min_ratio,
+    }
+
+
+# --------------------------------------------------------------------------- publish, report, end
+
+
+def publish(
+    parts: TrainerParts,
+    version: int,
+    *,
+    evaluate: bool,
+    probe: bool,
+    final: bool = False,
+) -> None:
+    """A snapshot of the weights for the engines; every trainer's recency window starts anew."""
+    parts.buffer.new_window()
+    if parts.publisher is None:
+        return
+    with parts.clock.busy("publish"):
+        meta: dict[str, Any] = {}
+        if probe:
+            with torch.no_grad():
+                values = response_logprobs(
+                    parts.policy,
+                    [tokens[:1] for tokens in parts.probe_tokens],
+                    [tokens[1:] for tokens in parts.probe_tokens],
+                    temperature=1.0,
+                )
+            meta["probe"] = values.tolist()
+        parts.publisher.publish(parts.policy, version, evaluate=evaluate, final=final, meta=meta)
+
+
+def report(
+    parts: TrainerParts,
+    step: int,
+    groups: Sequence[Group],
+    values: Mapping[str, float],
+    step_s: float,
+    rollouts_every: int,
+) -> None:
+    """Metrics, the progress line and, at intervals, rollouts to read (trainer 0)."""
+    drawn = [t for group in groups for t in group.trajectories]
+    staleness = np.array([step - t.version_start for t in drawn])
+    totals = parts.totals
+    totals.drawn += len(drawn)
+    totals.tokens += values["tokens"]
+    totals.staleness_sum += float(staleness.sum())
+    totals.staleness_max = max(totals.staleness_max, int(staleness.max()))
+    if parts.metrics is not None:
+        metrics = {
+            **{name: value for name, value in values.items() if name != "tokens"},
+            "reward/drawn_mean": float(np.mean([t.reward for t in drawn])),
+            "staleness/mean": float(staleness.mean()),
+            "staleness/p95": float(np.percentile(staleness, 95)),
+            "staleness/max": float(staleness.max()),
+            "buffer/reuse_mean": float(np.mean([uses for group in groups for uses in group.uses])),
+            "time/step_s": step_s,
+            **arrival_metrics(parts.arrivals),
+            **state_metrics(parts, version=step + 1),
+        }
+        parts.metrics.log(step + 1, metrics)
+        parts.metrics.progress(step + 1, metrics)
+        if rollouts_every and step % rollouts_every == 0:
+            samples = [readable(parts, t, step) for t in parts.arrivals.samples]
+            write_rollouts(parts.run_dir, step, samples)
+    for recent in (
+        parts.arrivals.rewards,
+        parts.arrivals.parts,
+        parts.arrivals.lengths,
+        parts.arrivals.truncated,
+    ):
+        recent.clear()
+
+
+def arrival_metrics(arrivals: Arrivals) -> dict[str, float]:
+    """Means over what has arrived since the last step, and the searchers' last reports."""
+    metrics: dict[str, float] = {}
+    if arrivals.rewards:
+        metrics["reward/mean"] = float(np.mean(arrivals.rewards))
+        metrics["reward/response_tokens_mean"] = float(np.mean(arrivals.lengths))
+        metrics["reward/truncated_fraction"] = float(np.mean(arrivals.truncated))
+        for name in sorted({name for named in arrivals.parts for name in named}):
+            values = [named[name] for named in arrivals.parts if name in named]
+            metrics[f"reward/{name}"] = float(np.mean(values))
+    if arrivals.idle:
+        metrics["time/searcher_idle_fraction"] = float(np.mean(list(arrivals.idle.values())))
+        for reason in sorted({r for seconds in arrivals.idle_s.values() for r in seconds}):
+            waits = [seconds.get(reason, 0.0) for seconds in arrivals.idle_s.values()]
+            metrics[f"time/searcher_waiting_{reason}_s"] = float(np.mean(waits))
+    if arrivals.logprob_gap:
+        metrics["policy/engine_logprob_gap"] = max(arrivals.logprob_gap.values())
+    if arrivals.load_s:
+        metrics["weights/load_s"] = max(arrivals.load_s.values())
+    return metrics
+
+
+def state_metrics(parts: TrainerParts, *, version: int) -> dict[str, float]:
+    """Totals, rates and times of this trainer."""
+    buffer, arrivals, totals = parts.buffer, parts.arrivals, parts.totals
+    elapsed = time.monotonic() - totals.training_started
+    metrics = {
+        "buffer/num_trajectories": buffer.num_trajectories,
+        "buffer/num_prompts": buffer.num_prompts,
+        "buffer/tokens": buffer.num_tokens,
+        "buffer/duplicate_fraction": buffer.num_duplicates / max(buffer.num_received, 1),
+        "buffer/received": arrivals.received,
+        "buffer/drawn": totals.drawn,
+        "time/trained_tokens_per_s": totals.tokens / elapsed,
+        "time/generated_tokens_per_s": (arrivals.generated_tokens - totals.tokens_before) / elapsed,
+        "time/trainer_idle_fraction": parts.clock.fraction(),
+        "weights/version": version,
+    }
+    for reason, seconds in parts.clock.seconds().items():
+        metrics[f"time/trainer_waiting_{reason}_s"] = seconds
+    for work, seconds in parts.clock.busy_seconds().items():
+        metrics[f"time/{work}_s"] = seconds / max(version, 1)  # mean per step
+    if parts.publisher is not None and parts.publisher.last_broadcast_s > 0:
+        metrics["weights/broadcast_s"] = parts.publisher.last_broadcast_s
+        metrics["weights/gb_per_s"] = (
+            parts.publisher.num_bytes / parts.publisher.last_broadcast_s / 1e9
+        )
+    return metrics
+
+
+def readable(parts: TrainerParts, trajectory: Trajectory, step: int) -> dict[str, Any]:
+    """A trajectory as text, for people."""
+    return {
+        "prompt": parts.prompts[trajectory.prompt_id],
+        "response": parts.tokenizer.decode(trajectory.response_tokens, skip_special_tokens=False),
+        "reward": trajectory.reward,
+        "parts": trajectory.reward_parts,
+        "truncated": trajectory.truncated,
+        "version": trajectory.version_start,
+        "staleness": step - trajectory.version_start,
+    }
+
+
+def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
+    """Waits for the last evaluation and the searchers' goodbye; writes what the run leaves."""
+    totals, arrivals = parts.totals, parts.arrivals
+    wall_s = time.monotonic() - totals.training_started
+    idle = parts.clock.fraction()
+    rates = state_metrics(parts, version=cfg.steps)
+    if parts.metrics is None:
+        parts.channel.close()
+        return
+    parts.control.progress("waiting for the last evaluation", 2 * parts.control.timeout_s)
+    while cfg.steps not in arrivals.accuracy:
+        receive(parts, timeout_s=0.5)
+    parts.control.progress("saving the policy", parts.control.startup_timeout_s)
+    summary = {
+        "accuracy_before": arrivals.accuracy.get(0),
+        "accuracy_after": arrivals.accuracy[cfg.steps],
+        "steps": cfg.steps,
+        "trajectories": arrivals.generated,
+        "trained_trajectories": totals.drawn * parts.ranks.num_trainers,
+        "wall_s": wall_s,
+        "total_s": time.monotonic() - parts.started,
+        "trainer_idle_fraction": idle,
+        "searcher_idle_fraction": float(np.mean(list(arrivals.idle.values()) or [0.0])),
+        "staleness_mean": totals.staleness_sum / max(totals.drawn, 1),
+        "staleness_max": totals.staleness_max,
+        "generated_tokens_per_s": rates["time/generated_tokens_per_s"],
+        "trained_tokens_per_s": rates["time/trained_tokens_per_s"],
+        "duplicate_fraction": rates["buffer/duplicate_fraction"],
+        "engine_logprob_gap": max(arrivals.logprob_gap.values(), default=None),
+        "accuracy_by_step": {str(k): v for k, v in sorted(arrivals.accuracy.items())},
+    }
+    state = {"step": cfg.steps, "accuracy": arrivals.accuracy[cfg.steps]}
+    folder = save_policy(
+        parts.run_dir / "checkpoints" / f"step-{cfg.steps}", parts.policy, parts.tokenizer, state
+    )
+    summary["checkpoint"] = str(folder)
+    write_summary(parts.run_dir, summary)
+    parts.metrics.close()
+    draw_figure(parts.run_dir)
+    assert parts.publisher is not None
+    parts.publisher.close()
+    parts.channel.close()

@@ -1,0 +1,551 @@
+"""Weights from the trainer into running engines.
+
+Trainer rank 0 owns a `Publisher`: `publish(version)` copies the parameters into one flat buffer in
+the engines' dtype and returns; a background thread broadcasts it in buckets to every engine worker.
+Each engine worker owns a `Receiver`: a background thread takes every broadcast into a staging
+buffer, so that no broadcast waits for a generation; `take()` loads the newest staged version
+between two generations. `EngineWeights` is the vLLM worker extension that holds a Receiver.
+
+A newer snapshot replaces a waiting one. A version that must be seen by all (`evaluate`, `final`) is
+pinned: it is neither replaced on the trainer nor overwritten on the engine before it was loaded.
+Names, shapes and dtypes are checked once, a checksum of the bytes at every version.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger("tba")
+
+FOREVER = timedelta(days=3650)
+FLAG_EVALUATE, FLAG_FINAL = 1, 2
+_ALIGN = 16  # bytes; every tensor starts at a multiple, so that views of any dtype are aligned
+_CLOSE = -1  # the version of the header that ends a receiver's thread
+
+
+@dataclass
+class WeightsConfig:
+    """How parameters travel from trainer 0 to the engines."""
+
+    bucket_mb: int = 64  # one broadcast moves at most this much
+    backend: str = "auto"  # auto | gloo | nccl; auto: nccl where trainer and engines use GPUs
+    probe_every: int = 10  # every n-th version is checked end to end by log-probs of fixed prompts
+    max_logprob_gap: float = 0.5  # nats a token; a larger mean gap at a probe ends the job
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the wire format, in Hugging Face (checkpoint) names."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # as in `str(torch.float32)`
+    offset: int  # bytes from the start of the flat buffer
+
+    @property
+    def num_bytes(self) -> int:
+        size = _dtype(self.dtype).itemsize
+        for dim in self.shape:
+            size *= dim
+        return size
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r} in the weights manifest")
+    return dtype
+
+
+def named_weights(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Parameters in checkpoint names, each shared tensor once (a tied head travels with its
+    embedding: `named_parameters` leaves out the second name of one tensor)."""
+    return list(model.named_parameters(remove_duplicate=True))
+
+
+def manifest(model: torch.nn.Module, dtype: torch.dtype) -> list[TensorSpec]:
+    """The layout of `model`'s weights in one flat buffer of `dtype`.
+
+    >>> [(s.name, s.offset) for s in manifest(torch.nn.Linear(3, 2), torch.bfloat16)]
+    [('weight', 0), ('bias', 16)]
+    """
+    specs, offset = [], 0
+    for name, parameter in named_weights(model):
+        spec = TensorSpec(name, tuple(parameter.shape), str(dtype), offset)
+        specs.append(spec)
+        offset += -(-spec.num_bytes // _ALIGN) * _ALIGN
+    return specs
+
+
+def flat_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Length of the flat buffer, in bytes (a multiple of 16)."""
+    return -(-(specs[-1].offset + specs[-1].num_bytes) // _ALIGN) * _ALIGN
+
+
+def check_manifest(specs: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> None:
+    """Raises ValueError that names the first tensor on which trainer and engine disagree."""
+    mine, theirs = {s.name: s for s in expected}, {s.name: s for s in specs}
+    if missing := sorted(mine.keys() - theirs.keys()):
+        raise ValueError(f"the trainer does not publish {missing[0]!r} ({len(missing)} missing)")
+    if extra := sorted(theirs.keys() - mine.keys()):
+        raise ValueError(f"the engine's model has no {extra[0]!r} ({len(extra)} too many)")
+    for name, spec in theirs.items():
+        if (spec.shape, spec.dtype) != (mine[name].shape, mine[name].dtype):
+            raise ValueError(
+                f"{name!r} is {spec.dtype}{list(spec.shape)} at the trainer but "
+                f"{mine[name].dtype}{list(mine[name].shape)} at the engine"
+            )
+
+
+def views(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) views into the flat uint8 buffer."""
+    for spec in specs:
+        data = flat[spec.offset : spec.offset + spec.num_bytes]
+        yield spec.name, data.view(_dtype(spec.dtype)).view(spec.shape)
+
+
+def checksum(flat: torch.Tensor, *, chunk_bytes: int = 1 << 24) -> int:
+    """Position-weighted sum of the buffer's 32-bit words, modulo 2^63; `flat` is uint8 [4 n].
+
+    Runs on the buffer's own device; a temporary of 2 x chunk_bytes. Unlike a plain sum it notices
+    tensors that changed places.
+    """
+    words = flat.view(torch.int32)
+    step = chunk_bytes // 4
+    ramp = torch.arange(1, min(step, len(words)) + 1, device=flat.device)
+    total = 0
+    for start in range(0, len(words), step):
+        part = words[start : start + step].to(torch.int64)
+        total = (31 * total + int((part * ramp[: len(part)]).sum())) % (1 << 63)
+    return total
+
+
+def make_group(
+    host: str, port: int, rank: int, size: int, *, backend: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """A process group of its own for trainer 0 (rank 0) and all engine workers (1..size-1).
+
+    It is made beside the default group, over the control store, because an engine worker is not a
+    rank of the job. `timeout_s` bounds the meeting; afterwards a receiver may wait for ever (the
+    watchdog of the control plane looks after that).
+    """
+    store = dist.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+    store = dist.PrefixStore("weights", store)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = FOREVER
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    group._set_default_timeout(FOREVER)
+    return group
+
+
+def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    options.timeout = FOREVER
+    group.broadcast([tensor], options).wait()
+
+
+def _broadcast_flat(group: dist.ProcessGroup, flat: torch.Tensor, bucket_bytes: int) -> None:
+    for start in range(0, len(flat), bucket_bytes):
+        _broadcast(group, flat[start : start + bucket_bytes])
+    if flat.is_cuda:
+        torch.cuda.current_stream().synchronize()
+
+
+def _side_stream(device: torch.device):
+    """A CUDA stream of its own for a background thread; nothing on CPU."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))
+
+
+# --------------------------------------------------------------------------- trainer side
+
+
+@dataclass
+class _Snapshot:
+    flat: torch.Tensor
+    version: int = 0
+    flags: int = 0
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+class Publisher:
+    """Trainer rank 0's end.
+
+    Consumes: the policy's parameters, at `publish`. Produces: broadcasts, in version order.
+    Waits for: `publish` waits only when a pinned version is asked for while another one is still
+    waiting. Ends: `close()` sends the closing header. An error in the thread is raised by the next
+    `publish` or `close`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        host: str,
+        port: int,
+        num_workers: int,
+        dtype: torch.dtype,
+        backend: str,
+        bucket_bytes: int,
+        timeout_s: float,
+        meeting_timeout_s: float,
+    ) -> None:
+        self.specs = manifest(model, dtype)
+        self.last_broadcast_s = 0.0
+        self.num_bytes = flat_bytes(self.specs)
+        self._wire_device = next(model.parameters()).device if backend == "nccl" else "cpu"
+        self._free = [self._new_snapshot(), self._new_snapshot()]
+        self._waiting: _Snapshot | None = None
+        self._busy_since: float | None = None
+        self._closed = False
+        self._error: BaseException | None = None
+        self._condition = threading.Condition()
+        self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
+        self._address = (host, port, 0, num_workers + 1)
+        self._meeting = {"backend": backend, "timeout_s": meeting_timeout_s}
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def publish(
+        self,
+        model: torch.nn.Module,
+        version: int,
+        *,
+        evaluate: bool = False,
+        final: bool = False,
+        meta: dict[str, Any] | None = None,
+    ) -> bool:
+        """Copies the weights as `version` and returns; False if a pinned one is still waiting.
+
+        Raises RuntimeError if an earlier broadcast failed or has taken over `timeout_s`.
+        """
+        flags = FLAG_EVALUATE * evaluate | FLAG_FINAL * final
+        with self._condition:
+            self._check()
+            if self._waiting is not None and self._waiting.flags:
+                if not flags:
+                    return False
+                while self._waiting is not None:
+                    self._condition.wait(0.5)
+                    self._check()
+            snapshot = self._waiting or self._free.pop()
+            self._waiting = None  # the thread must not take it while it is being written
+        for (_, parameter), (_, view) in zip(
+            named_weights(model), views(snapshot.flat, self.specs), strict=True
+        ):
+            view.copy_(parameter.detach())
+        if snapshot.flat.is_cuda:
+            torch.cuda.current_stream().synchronize()  # the thread reads on a stream of its own
+        snapshot.version, snapshot.flags, snapshot.meta = version, flags, meta or {}
+        with self._condition:
+            self._waiting = snapshot
+            self._condition.notify_all()
+        return True
+
+    def close(self) -> None:
+        """Ends the receivers' threads and this one's, after what is waiting was broadcast."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        while self._thread.is_alive():
+            self._thread.join(timeout=0.5)
+            with self._condition:
+                self._check()
+        with self._condition:
+            self._check()
+
+    def _new_snapshot(self) -> _Snapshot:
+        return _Snapshot(torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._wire_device))
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(f"publishing weights failed: {self._error}") from self._error
+        if self._busy_since is not None and time.monotonic() - self._busy_since > self._timeout_s:
+            raise RuntimeError(
+                f"a weight broadcast has not finished for {self._timeout_s:.0f} s: an engine does "
+                "not receive (cluster.timeout_s)"
+            )
+
+    def _run(self) -> None:
+        try:
+            device = torch.device(self._wire_device)
+            group = make_group(*self._address, **self._meeting)
+            with _side_stream(device):
+                self._send_text(group, json.dumps([asdict(spec) for spec in self.specs]))
+                while (snapshot := self._next()) is not None:
+                    self._send(group, snapshot)
+                self._send_header(group, [_CLOSE, 0, 0, 0])
+        except BaseException as error:
+            with self._condition:
+                self._error = error
+                self._condition.notify_all()
+
+    def _next(self) -> _Snapshot | None:
+        with self._condition:
+            while self._waiting is None:
+                if self._closed:
+                    return None
+                self._condition.wait()
+            snapshot, self._waiting = self._waiting, None
+            self._busy_since = time.monotonic()
+            self._condition.notify_all()
+            return snapshot
+
+    def _send(self, group: dist.ProcessGroup, snapshot: _Snapshot) -> None:
+        start = time.monotonic()
+        text = json.dumps(snapshot.meta)
+        self._send_header(
+            group, [snapshot.version, snapshot.flags, checksum(snapshot.flat), len(text.encode())]
+        )
+        self._send_text(group, text, with_size=False)
+        _broadcast_flat(group, snapshot.flat, self._bucket_bytes)
+        with self._condition:
+            self.last_broadcast_s = time.monotonic() - start
+            self._busy_since = None
+            self._free.append(snapshot)
+
+    def _send_header(self, group: dist.ProcessGroup, values: list[int]) -> None:
+        _broadcast(group, torch.tensor(values, device=self._wire_device))
+
+    def _send_text(self, group: dist.ProcessGroup, text: str, *, with_size: bool = True) -> None:
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._wire_device)
+        if with_size:
+            self._send_header(group, [len(data), 0, 0, 0])
+        if len(data):
+            _broadcast(group, data)
+
+
+# --------------------------------------------------------------------------- engine side
+
+
+@dataclass(slots=True, kw_only=True)
+class WeightUpdate:
+    """What an engine loaded."""
+
+    version: int
+    evaluate: bool  # evaluate the held-out problems under this version
+    final: bool  # the last version of the run: the searcher ends after it
+    meta: dict[str, Any]
+    load_s: float  # seconds to load, without the wait
+
+
+class Receiver:
+    """An engine worker's end.
+
+    Consumes: broadcasts, in its thread, into one staging buffer. Produces: loaded weights, at
+    `take`. Waits for: the thread waits before it overwrites a pinned version that was not loaded
+    yet, and while `take` runs. Ends: the publisher's closing header. An error in the thread is
+    raised by the next `take`.
+    """
+
+    def __init__(
+        self,
+        expected: Sequence[TensorSpec],
+        load: Callable[[Iterator[tuple[str, torch.Tensor]]], None],
+        *,
+        host: str,
+        port: int,
+        rank: int,
+        size: int,
+        backend: str,
+        bucket_bytes: int,
+        timeout_s: float,
+        device: torch.device,
+    ) -> None:
+        self.version = -1  # loaded version; -1 before the first
+        self._expected, self._load = expected, load
+        self._wire_device = device if backend == "nccl" else torch.device("cpu")
+        self._bucket_bytes = bucket_bytes
+        self._staged: tuple[int, int, dict] | None = None  # version, flags, meta
+        self._receiving, self._taking, self._closed = False, False, False
+        self._error: BaseException | None = None
+        self._condition = threading.Condition()
+        self._address = (host, port, rank, size)
+        self._meeting = {"backend": backend, "timeout_s": timeout_s}
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread.start()
+
+    def take(self, *, wait_for: int | None = None, timeout_s: float = 0.0) -> WeightUpdate | None:
+        """Loads the newest staged version; None if there is none.
+
+        With `wait_for`, waits until that version or a newer one has come. A broadcast that has
+        begun is waited for in any case.
+
+        Raises:
+            RuntimeError: receiving failed (with the cause), or `wait_for` did not come in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._condition:
+            self._taking = wait_for is None
+            try:
+                while True:
+                    if self._error is not None:
+                        raise RuntimeError(f"receiving weights failed: {self._error}")
+                    due = self._staged is not None and self._staged[0] >= (wait_for or 0)
+                    if not self._receiving and (due or wait_for is None):
+                        break
+                    if wait_for is not None and time.monotonic() > deadline:
+                        raise RuntimeError(
+                            f"version {wait_for} has not come within {timeout_s:.0f} s"
+                        )
+                    self._condition.wait(0.2)
+                if self._staged is None:
+                    return None
+                version, flags, meta = self._staged
+                start = time.monotonic()
+                self._load(views(self._flat, self._expected))
+                self._staged, self.version = None, version
+            finally:
+                self._taking = False
+                self._condition.notify_all()
+        return WeightUpdate(
+            version=version,
+            evaluate=bool(flags & FLAG_EVALUATE),
+            final=bool(flags & FLAG_FINAL),
+            meta=meta,
+            load_s=time.monotonic() - start,
+        )
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Waits for the publisher's closing header."""
+        self._thread.join(timeout=timeout_s)
+
+    def _run(self) -> None:
+        try:
+            group = make_group(*self._address, **self._meeting)
+            with _side_stream(self._wire_device):
+                specs = [
+                    TensorSpec(s["name"], tuple(s["shape"]), s["dtype"], s["offset"])
+                    for s in json.loads(self._receive_text(group, self._receive_header(group)[0]))
+                ]
+                check_manifest(specs, self._expected)
+                self._expected = specs  # same tensors; the trainer's order and offsets
+                self._flat = torch.zeros(
+                    flat_bytes(specs), dtype=torch.uint8, device=self._wire_device
+                )
+                while self._receive(group):
+                    pass
+        except BaseException as error:
+            with self._condition:
+                self._error, self._receiving = error, False
+                self._condition.notify_all()
+
+    def _receive(self, group: dist.ProcessGroup) -> bool:
+        version, flags, expected_sum, text_bytes = self._receive_header(group)
+        if version == _CLOSE:
+            return False
+        with self._condition:
+            while self._taking or (self._staged is not None and self._staged[1]):
+                self._condition.wait()
+            self._staged, self._receiving = None, True
+        meta = json.loads(self._receive_text(group, text_bytes))
+        _broadcast_flat(group, self._flat, self._bucket_bytes)
+        received_sum = checksum(self._flat)
+        if received_sum != expected_sum:
+            raise ValueError(
+                f"checksum of version {version} is {received_sum}, the trainer's is {expected_sum}"
+            )
+        with self._condition:
+            self._staged, self._receiving = (version, flags, meta), False
+            self._condition.notify_all()
+        return True
+
+    def _receive_header(self, group: dist.ProcessGroup) -> list[int]:
+        header = torch.zeros(4, dtype=torch.int64, device=self._wire_device)
+        _broadcast(group, header)
+        return header.tolist()
+
+    def _receive_text(self, group: dist.ProcessGroup, num_bytes: int) -> str:
+        data = torch.zeros(num_bytes, dtype=torch.uint8, device=self._wire_device)
+        if num_bytes:
+            _broadcast(group, data)
+        return bytes(data.tolist()).decode()
+
+
+class EngineWeights:
+    """vLLM worker extension (`worker_extension_cls="weights.EngineWeights"`).
+
+    vLLM mixes this class into its worker, so `self` is the worker; the methods are called through
+    `collective_rpc` and are prefixed to stay clear of the worker's own names.
+    """
+
+    def tba_join(self, owner_pid: int, expected: list[dict], options: dict) -> None:
+        """Starts the receiver; `options` are Receiver's keywords, `rank` that of TP worker 0."""
+        _die_with(owner_pid)
+        worker: Any = self
+        options = {**options, "rank": options["rank"] + worker.rank}
+        specs = [TensorSpec(s["name"], tuple(s["shape"]), s["dtype"], s["offset"]) for s in expected]
+        self._tba_receiver = Receiver(
+            specs, lambda weights: _load_vllm(worker, weights), device=worker.device, **options
+        )
+
+    def tba_take(self, wait_for: int | None, timeout_s: float) -> dict | None:
+        """`Receiver.take` as a plain dict."""
+        with torch.inference_mode():
+            update = self._tba_receiver.take(wait_for=wait_for, timeout_s=timeout_s)
+        return None if update is None else asdict(update)
+
+    def tba_leave(self) -> None:
+        self._tba_receiver.close()
+
+
+def _load_vllm(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """The custom weight loader: checkpoint names and shapes into vLLM's fused, repacked layers.
+
+    `model.load_weights` alone can't: vLLM's CPU linear layers repack their weight and free the
+    original. `reload_weights` restores them first, but leaves a tied output head on the copy that
+    was packed from the old embedding, so the head is packed again here.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    worker.model_runner.reload_weights(weights_iterator=weights)
+    for module in worker.model_runner.get_model().modules():
+        if isinstance(module, ParallelLMHead) and module.quant_method is not None:
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _die_with(owner_pid: int) -> None:
+    """Ends this engine worker, and the engine core above it, soon after its searcher has died.
+
+    A searcher killed by SIGKILL can't end its engine, which would keep its memory and cores.
+    """
+
+    def watch() -> None:
+        core_pid = os.getppid()
+        while os.getppid() == core_pid and _alive(owner_pid):
+            time.sleep(1.0)
+        if os.getppid() == core_pid and core_pid not in (0, 1, owner_pid):
+            os.kill(core_pid, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="owner", daemon=True).start()
+
+
+def _alive(pid: int) -> bool:
+    """True while the process exists and is not a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # no /proc: never kill by mistake
