@@ -4,8 +4,8 @@ Ranks 0..T-1 train, ranks T..W-1 search. Three planes, none of which shares a gr
 - start-up: the default gloo group, used for a few collectives before and after the run;
 - trajectories: a gloo group used for point-to-point sends alone. Searchers send and go on; one
   background thread on each trainer receives from any source, so a late searcher delays nobody;
-- control: a TCP store hosted by rank 0. One thread on every rank writes a heartbeat, looks for the
-  first error that any rank posted, and runs the no-progress watchdog.
+- control: a TCP store hosted by rank 0. A thread on every rank writes a heartbeat and looks for
+  the first error that any rank posted; another, which never waits, is the no-progress watchdog.
 
 Whoever fails first posts the reason and prints it; every other rank leaves quietly, non-zero.
 """
@@ -22,6 +22,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -36,6 +37,8 @@ FOREVER = timedelta(days=3650)
 MAGIC = 0x7BA7BA
 MAX_MESSAGE_BYTES = 1 << 31
 _TAG_HEADER, _TAG_PAYLOAD = 1, 2
+_STORE_WAIT_S = 5.0  # for the control store, while the job ends
+_CLEANUP_S = 30.0  # for all clean-ups of a process that is ended by force
 
 
 @dataclass
@@ -87,7 +90,7 @@ class Ranks:
         return f"searcher {rank - self.num_trainers}"
 
     def cores(self) -> list[int]:
-        """This rank's share of the cores: disjoint while there are enough, all of them otherwise."""
+        """This rank's share of the cores: disjoint while there are enough, else all."""
         available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         share = len(available) // self.local_world_size
         if share == 0:
@@ -136,7 +139,8 @@ class Control:
 
     Consumes: the other ranks' heartbeats and the first posted error (TCP store of rank 0).
     Produces: this rank's heartbeat, this rank's error.
-    Waits for: nothing; its thread wakes every `period_s`.
+    Waits for: the store, in a thread of its own; a second thread watches that one. Both wake every
+    `period_s`.
     Ends: `close()`, or the process ends: `fail()` never returns.
     """
 
@@ -148,18 +152,19 @@ class Control:
         port: int = 0,
         timeout_s: float,
         heartbeat_timeout_s: float,
+        startup_timeout_s: float = 1800.0,
         period_s: float = 0.5,
     ) -> None:
         self.ranks = ranks
         self.timeout_s = timeout_s
+        self.startup_timeout_s = startup_timeout_s
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.cleanups: list[Callable[[], None]] = []  # run before the process is ended by force
         self._period_s = period_s
         self._closed = threading.Event()
-        self._lock = threading.Lock()
-        self._failing = False
-        self._what, self._since, self._limit_s = "starting", time.monotonic(), timeout_s
-        self._suspended = 0
+        self._lock = threading.RLock()  # a signal handler may come in while it is held
+        self._ender: int | None = None  # the thread that ends this process
+        self._what, self._stuck_s, self._limit_s = "starting", 0.0, timeout_s
         self.host = host
         self._store = dist.TCPStore(
             host,
@@ -169,17 +174,25 @@ class Control:
             timeout=timedelta(seconds=max(timeout_s, 60.0)),
         )
         self.port = self._store.port
-        self._seen: dict[int, tuple[bytes, float]] = {}
+        # Silence is counted in wake-ups of this process, so that one that was stopped or starved
+        # itself (Ctrl-Z, a long call under the interpreter's lock) accuses nobody.
+        self._seen: dict[int, tuple[bytes, float]] = {}  # rank -> last heartbeat, silent seconds
         self._beat = 0
         self._store.set(self._key(ranks.rank), "0")
-        self._thread = threading.Thread(target=self._watch, name="control", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._exchange, name="control", daemon=True),
+            threading.Thread(target=self._watch, name="watchdog", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @classmethod
-    def start(cls, ranks: Ranks, *, timeout_s: float, heartbeat_timeout_s: float) -> Control:
-        """Rank 0 hosts the store on a free port and tells the others over the default group."""
+    def start(cls, ranks: Ranks, **options: float) -> Control:
+        """Rank 0 hosts the store on a free port and tells the others over the default group.
+
+        `options` are the time-outs of the constructor.
+        """
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        options = {"timeout_s": timeout_s, "heartbeat_timeout_s": heartbeat_timeout_s}
         if ranks.rank == 0:
             control = cls(ranks, host=host, **options)
             broadcast_text(json.dumps({"port": control.port}))
@@ -190,41 +203,89 @@ class Control:
     def progress(self, what: str, limit_s: float | None = None) -> None:
         """This rank's loop is alive and now does `what`; it may take `limit_s` seconds."""
         with self._lock:
-            self._what, self._since = what, time.monotonic()
+            self._what, self._stuck_s = what, 0.0
             self._limit_s = self.timeout_s if limit_s is None else limit_s
 
     def leave(self, reason: str) -> None:
         """Ends this process quietly, non-zero: something else ended the job."""
-        self._leave_after(reason)
+        if self._begin_end():
+            logger.debug("leaving: %s", reason)
+            self._end()
 
-    def fail(self, reason: str, *, code: int = 1) -> None:
-        """Posts the reason for all ranks, prints it if it is the job's first, ends the process."""
-        with self._lock:
-            if self._failing:
-                return
-            self._failing = True
+    def fail(self, reason: str, *, detail: str = "", code: int = 1) -> None:
+        """Posts the reason for all ranks, prints it if it is the job's first, ends the process.
+
+        Args:
+            detail: printed above the reason (a traceback), if the reason is the job's first.
+        """
+        if not self._begin_end():
+            return
         line = f"{self.ranks.name()} (rank {self.ranks.rank}): {reason}"
-        try:
-            first = self._store.compare_set("error", "", line).decode() == line
-        except (RuntimeError, dist.DistError):
-            first = True  # the store died with rank 0: say what this rank knows
-        if first:
+        if self._post(line):
+            if detail:
+                logger.error("%s", detail)
             logger.error("the job ends: %s", line)
-        self._end(linger=self.ranks.rank == 0, code=code)
+        self._end(code=code)
 
     def close(self) -> None:
-        """Stops the thread. Call after the last barrier, so that nobody is missed."""
+        """Stops the threads. Call after the last barrier, so that nobody is missed."""
         self._closed.set()
-        self._thread.join(timeout=10)
+        for thread in self._threads:
+            thread.join(timeout=10)
+        with suppress(RuntimeError):
+            self._store.set(f"closed/{self.ranks.rank}", "1")
+            if self.ranks.rank == 0:  # the store must outlive every other rank's thread
+                others = [f"closed/{rank}" for rank in range(1, self.ranks.world_size)]
+                self._store.wait(others, timedelta(seconds=self.heartbeat_timeout_s))
 
-    def _end(self, *, linger: bool, code: int = 1) -> None:
+    def _begin_end(self) -> bool:
+        """Whether the caller is the one to end this process; other threads wait for that here."""
+        with self._lock:
+            if self._ender is None:
+                self._ender = threading.get_ident()
+                return True
+            if self._ender == threading.get_ident():
+                return False  # a signal handler came in
+        while True:  # going on would let the main thread leave as if nothing had happened
+            time.sleep(60)
+
+    def _post(self, line: str) -> bool:
+        """Whether this is the job's first error. With the store gone, rank 1 speaks for all."""
+        answer: list[bytes] = []
+
+        def post() -> None:
+            answer.append(self._store.compare_set("error", "", line))
+
+        self._ask_store(post)
+        return answer[0].decode() == line if answer else self.ranks.rank <= 1
+
+    def _ask_store(self, request: Callable[[], None]) -> None:
+        """Gives up soon: a store whose process is stopped never answers."""
+
+        def target() -> None:
+            with suppress(RuntimeError):
+                request()
+
+        thread = threading.Thread(target=target, name="request", daemon=True)
+        thread.start()
+        thread.join(timeout=_STORE_WAIT_S)
+
+    def _end(self, *, code: int = 1) -> None:
+        deadline = threading.Timer(_CLEANUP_S, os._exit, [code])
+        deadline.daemon = True
+        deadline.start()  # a clean-up may hang
+        if self.ranks.rank != 0:
+            self._ask_store(lambda: self._store.set(f"left/{self.ranks.rank}", "1"))
         for cleanup in self.cleanups:
             try:
                 cleanup()
             except Exception:
                 logger.debug("clean-up failed", exc_info=True)
-        if linger:
-            time.sleep(4 * self._period_s)  # rank 0 hosts the store: let the others read the reason
+        if self.ranks.rank == 0:  # it hosts the store: let the others read the reason
+            dead = {r for r, (_, s) in self._seen.items() if s > self.heartbeat_timeout_s}
+            keys = [f"left/{r}" for r in range(1, self.ranks.world_size) if r not in dead]
+            if keys:
+                self._ask_store(lambda: self._store.wait(keys))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -232,48 +293,53 @@ class Control:
     def _key(self, rank: int) -> str:
         return f"heartbeat/{rank}"
 
-    def _watch(self) -> None:
+    def _exchange(self) -> None:
+        """The thread that talks to the store, and may hang in it."""
         while not self._closed.wait(self._period_s):
             try:
                 self._beat += 1
                 self._store.set(self._key(self.ranks.rank), str(self._beat))
                 if self._store.check(["error"]):
-                    self._leave_after(self._store.get("error").decode())
+                    self.leave(self._store.get("error").decode())
                 self._check_heartbeats()
-            except (RuntimeError, dist.DistError) as error:
+            except RuntimeError as error:  # torch's DistError is one
                 if self._closed.is_set():
                     return
-                self.fail(f"lost the control store of {self.ranks.name(0)} (rank 0): {error}")
+                reason = str(error).partition("\n")[0]
+                self.fail(f"lost the control store of {self.ranks.name(0)} (rank 0): {reason}")
+
+    def _watch(self) -> None:
+        """The thread that never waits for anybody: progress here, an answer from the store."""
+        beat, silent_s = 0, 0.0
+        while not self._closed.wait(self._period_s):
             with self._lock:
-                what, limit_s = self._what, self._limit_s
-                stuck_s = time.monotonic() - self._since
+                self._stuck_s += self._period_s
+                what, stuck_s, limit_s = self._what, self._stuck_s, self._limit_s
             if stuck_s > limit_s:
                 self.fail(f"no progress for {stuck_s:.0f} s while {what} (cluster.timeout_s)")
-
-    def _leave_after(self, reason: str) -> None:
-        with self._lock:
-            if self._failing:
-                return
-            self._failing = True
-        logger.debug("leaving: %s", reason)
-        self._end(linger=self.ranks.rank == 0)
+            silent_s = silent_s + self._period_s if self._beat == beat else 0.0
+            beat = self._beat
+            if silent_s > self.heartbeat_timeout_s:
+                self.fail(self._silent(0, silent_s))
 
     def _check_heartbeats(self) -> None:
         """Rank 0 watches everybody, everybody watches rank 0."""
         others = range(1, self.ranks.world_size) if self.ranks.rank == 0 else [0]
-        keys = [self._key(rank) for rank in others]
-        if not keys or not self._store.check(keys):
-            return  # some rank has not come this far yet
-        now = time.monotonic()
-        for rank, value in zip(others, self._store.multi_get(keys), strict=True):
-            last, since = self._seen.get(rank, (b"", now))
-            if value != last:
-                self._seen[rank] = (value, now)
-            elif now - since > self.heartbeat_timeout_s:
-                self.fail(
-                    f"{self.ranks.name(rank)} (rank {rank}) has been silent for "
-                    f"{now - since:.0f} s (cluster.heartbeat_timeout_s)"
-                )
+        for rank in others:
+            key, (last, silent_s) = self._key(rank), self._seen.get(rank, (b"", 0.0))
+            value = self._store.get(key) if last or self._store.check([key]) else b""
+            silent_s = silent_s + self._period_s if value == last else 0.0
+            self._seen[rank] = (value, silent_s)
+            if not value and silent_s > self.timeout_s:
+                self.fail(f"{self.ranks.name(rank)} (rank {rank}) has not started")
+            elif value and silent_s > self.heartbeat_timeout_s:
+                self.fail(self._silent(rank, silent_s))
+
+    def _silent(self, rank: int, seconds: float) -> str:
+        return (
+            f"{self.ranks.name(rank)} (rank {rank}) has been silent for {seconds:.0f} s "
+            "(cluster.heartbeat_timeout_s)"
+        )
 
 
 # --------------------------------------------------------------------------- trajectory channel
@@ -317,7 +383,7 @@ class Channel:
     ) -> None:
         self.ranks = ranks
         self._max_outstanding = max_outstanding
-        self._outstanding: deque[tuple[dist.Work, list[torch.Tensor]]] = deque()
+        self._outstanding: deque[tuple[dist.Work, torch.Tensor, int]] = deque()
         self._arrived: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._on_error = on_error or (lambda reason: None)
         self._thread: threading.Thread | None = None
@@ -344,16 +410,16 @@ class Channel:
             return
         header = torch.tensor([MAGIC, int(kind), payload.nbytes])
         body = torch.from_numpy(np.ascontiguousarray(payload).copy())
-        self._hold(dist.isend(header, trainer, group=self._group, tag=_TAG_HEADER), header)
+        self._start(header, trainer, _TAG_HEADER)
         if payload.nbytes:
-            self._hold(dist.isend(body, trainer, group=self._group, tag=_TAG_PAYLOAD), body)
+            self._start(body, trainer, _TAG_PAYLOAD)
         while len(self._outstanding) > 2 * self._max_outstanding:
-            self._outstanding.popleft()[0].wait()
+            self._wait_for_oldest()
 
     def flush(self) -> None:
         """Waits until every message sent so far has left."""
         while self._outstanding:
-            self._outstanding.popleft()[0].wait()
+            self._wait_for_oldest()
 
     def receive(self, *, timeout_s: float = 0.0) -> list[Message]:
         """All messages that have arrived; waits up to `timeout_s` seconds for the first."""
@@ -378,9 +444,23 @@ class Channel:
             self.send(trainer, Kind.BYE, np.zeros(0, dtype=np.uint8))
         self.flush()
 
-    def _hold(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
+    def _start(self, tensor: torch.Tensor, trainer: int, tag: int) -> None:
+        try:
+            work = dist.isend(tensor, trainer, group=self._group, tag=tag)
+        except RuntimeError as error:
+            raise RuntimeError(self._lost(trainer, error)) from error
         assert work is not None
-        self._outstanding.append((work, [tensor]))  # gloo reads the memory until the send is done
+        self._outstanding.append((work, tensor, trainer))  # gloo reads the memory until it is sent
+
+    def _wait_for_oldest(self) -> None:
+        work, _, trainer = self._outstanding.popleft()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(self._lost(trainer, error)) from error
+
+    def _lost(self, trainer: int, error: Exception) -> str:
+        return f"lost {self.ranks.name(trainer)} (rank {trainer}) while sending to it: {error}"
 
     def _receive_forever(self) -> None:
         searchers_left = self.ranks.num_searchers
@@ -389,7 +469,8 @@ class Channel:
             while searchers_left:
                 source = dist.recv(header, group=self._group, tag=_TAG_HEADER)
                 magic, kind, num_bytes = header.tolist()
-                if magic != MAGIC or not 0 <= num_bytes <= MAX_MESSAGE_BYTES:
+                known = kind in Kind._value2member_map_
+                if magic != MAGIC or not known or not 0 <= num_bytes <= MAX_MESSAGE_BYTES:
                     raise ValueError(f"rank {source} sent a malformed header {header.tolist()}")
                 payload = torch.empty(num_bytes, dtype=torch.uint8)
                 if num_bytes:

@@ -7,15 +7,19 @@ composes them. The yaml files under conf/ hold choices. Unknown keys fail, with 
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.utils import get_method
+from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import ConfigTypeError, ValidationError
 
 from comm import ClusterConfig, Ranks
 from engine import EngineConfig, check_engine
@@ -72,6 +76,9 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
 
+_HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
+
+
 def register() -> None:
     """Makes the dataclasses known to Hydra under the name that conf/config.yaml refers to."""
     ConfigStore.instance().store(name="schema", node=Config)
@@ -95,6 +102,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
     Raises:
         ValueError: one line that names the key and the fix.
     """
+    _check_keys(cfg)
     _one_of("mode", cfg.mode, ("async", "sync"))
     _one_of("trainer.precision", cfg.trainer.precision, ("float32", "bfloat16"))
     _one_of("engine.dtype", cfg.engine.dtype, ("auto", *DTYPES))
@@ -113,18 +121,41 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "searcher.prompts_per_call",
         "searcher.temperature",
         "searcher.max_outstanding",
+        "searcher.reference_tokens_per_micro_batch",
         "buffer.capacity_per_prompt",
         "buffer.max_tokens",
         "cluster.trainers",
         "cluster.timeout_s",
         "cluster.heartbeat_timeout_s",
+        "cluster.startup_timeout_s",
         "engine.max_num_seqs",
+        "engine.kv_cache_gb",
+        "engine.gpu_memory_utilization",
         "weights.bucket_mb",
         "weights.probe_every",
+        "weights.max_logprob_gap",
         "eval.num_problems",
+        "searcher.top_p",
     )
+    _not_negative(
+        cfg,
+        "seed",
+        "trainer.weight_decay",
+        "trainer.lr.warmup_steps",
+        "trainer.lr.decay_steps",
+        "buffer.initial_trajectories",
+        "eval.every",
+        "run.rollouts_every",
+        "run.log_every_s",
+    )
+    if cfg.trainer.max_grad_norm is not None:
+        _positive(cfg, "trainer.max_grad_norm")
     _within("searcher.top_p", cfg.searcher.top_p, 0.0, 1.0)
     _within("buffer.recency_prob", cfg.buffer.recency_prob, 0.0, 1.0)
+    _within("engine.gpu_memory_utilization", cfg.engine.gpu_memory_utilization, 0.0, 1.0)
+    _within("trainer.lr.min_ratio", cfg.trainer.lr.min_ratio, 0.0, 1.0)
+    for value in cfg.trainer.adam_betas:
+        _within("trainer.adam_betas", value, 0.0, 1.0)
     _check_ranks(cfg, ranks)
     _check_batches(cfg, ranks)
     check_engine(cfg.engine.name)
@@ -182,45 +213,79 @@ def _check_batches(cfg: DictConfig, ranks: Ranks) -> None:
         )
 
 
+def _check_keys(cfg: DictConfig) -> None:
+    """Keys that no dataclass knows: `+trainer.stepz=3` goes past Hydra's own check."""
+    schema = OmegaConf.structured(Config)
+    known = flat_keys(schema)
+
+    def check(node: DictConfig, typed: DictConfig, prefix: str) -> None:
+        for key in node:
+            name = f"{prefix}{key}"
+            if name not in known:
+                raise ValueError(f"unknown key {name}{_did_you_mean(name, known)}")
+            inner = None if OmegaConf.is_missing(typed, key) else typed[key]
+            if isinstance(inner, DictConfig):  # others (task, loss, ...) are checked by _target_
+                check(node[key], inner, f"{name}.")
+
+    check(cfg, schema, "")
+
+
 def _check_targets(cfg: DictConfig) -> None:
     """`_target_` nodes must name something that exists and takes the keys beside it."""
-    for where, node in (("task", cfg.task), ("loss", cfg.loss), ("buffer.rule", cfg.buffer.rule)):
+    check_target("task", OmegaConf.select(cfg, "task"))
+    for where in ("loss", "buffer.rule", "model.build"):
+        node = OmegaConf.select(cfg, where)
+        if where == "model.build" and node is None:
+            continue
         check_target(where, node)
-    if cfg.model.build is not None:
-        check_target("model.build", cfg.model.build)
+        if not node.get("_partial_"):
+            raise ValueError(f"{where} needs `_partial_: true` beside its `_target_`")
+    for key in ("max_prompt_tokens", "max_response_tokens"):
+        value = cfg.task.get(key)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"task.{key}={value!r} must be a positive whole number")
 
 
-def check_target(where: str, node: DictConfig) -> None:
+def check_target(where: str, node: DictConfig | None) -> None:
     """Raises ValueError unless `node._target_` exists and takes the node's other keys."""
     target = node.get("_target_") if isinstance(node, DictConfig) else None
-    if target is None:
+    if node is None or target is None:
         raise ValueError(f"{where} needs a `_target_`: choose a file of conf/{where.split('.')[0]}")
     try:
         function = get_callable(target)
     except Exception as error:
-        raise ValueError(f"{where}._target_={target!r} can't be imported: {error}") from error
-    keywords = [key for key in node if key not in ("_target_", "_partial_")]
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{where}._target_={target!r} can't be imported: {reason}") from error
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    for keyword in keywords:
-        if keyword not in parameters:
-            raise ValueError(
-                f"unknown key {where}.{keyword}{_did_you_mean(str(keyword), list(parameters))}"
-            )
+    known = [f"{where}.{name}" for name in parameters]
+    for keyword in (f"{where}.{key}" for key in node if key not in _HYDRA_KEYS):
+        if keyword not in known:
+            raise ValueError(f"unknown key {keyword}{_did_you_mean(keyword, known)}")
 
 
 def get_callable(target: str) -> Callable[..., Any]:
-    """The function or class that a `_target_` names."""
-    from hydra.utils import get_class
+    """The function or class that a `_target_` (`module.name`) names.
 
-    try:
-        return get_method(target)
-    except ValueError:
-        return get_class(target)
+    Raises:
+        ImportError, AttributeError, TypeError: there is no such module, name, or it isn't callable.
+    """
+    module, _, name = str(target).rpartition(".")
+    if not module:
+        raise ImportError("write it as module.name")
+    found = getattr(importlib.import_module(module), name)
+    if not callable(found):
+        raise TypeError(f"{name} is a {type(found).__name__}, not a function or class")
+    return found
 
 
 def _check_schedules(cfg: DictConfig) -> None:
+    beta = cfg.trainer.beta
+    _positive(cfg, "trainer.beta.initial")
+    for key in ("final", "target_step", "stop_step"):
+        if beta[key] is not None:
+            _positive(cfg, f"trainer.beta.{key}")
     for name, check in (
         ("trainer.beta", lambda: beta_at(0, **beta_schedule(cfg.trainer))),
         ("trainer.lr", lambda: lr_at(0, **lr_schedule(cfg.trainer))),
@@ -229,13 +294,11 @@ def _check_schedules(cfg: DictConfig) -> None:
             check()
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-    if cfg.trainer.beta.initial <= 0 or (cfg.trainer.beta.final or 1.0) <= 0:
-        raise ValueError("trainer.beta.initial and trainer.beta.final must be positive")
     warm = cfg.trainer.lr.warmup_steps + cfg.trainer.lr.decay_steps
     if warm > cfg.trainer.steps:
         raise ValueError(
             f"trainer.lr.warmup_steps + trainer.lr.decay_steps = {warm} exceeds "
-            f"trainer.steps={cfg.trainer.steps}"
+            f"trainer.steps={cfg.trainer.steps}: lower one of them or raise trainer.steps"
         )
 
 
@@ -247,6 +310,8 @@ def check_lengths(
     Raises:
         ValueError: a prompt is over task.max_prompt_tokens, or both limits over the context.
     """
+    if not prompt_tokens:
+        raise ValueError("task has no problems: see its data folder or its limits")
     longest = max(range(len(prompt_tokens)), key=lambda i: len(prompt_tokens[i]))
     length = len(prompt_tokens[longest])
     if length > cfg.task.max_prompt_tokens:
@@ -257,6 +322,11 @@ def check_lengths(
             f"{length}"
         )
     total = cfg.task.max_prompt_tokens + cfg.task.max_response_tokens
+    if context_length is not None and cfg.task.max_prompt_tokens >= context_length:
+        raise ValueError(
+            f"task.max_prompt_tokens={cfg.task.max_prompt_tokens} leaves no room for a response in "
+            f"the model's context of {context_length} tokens: lower it"
+        )
     if context_length is not None and total > context_length:
         raise ValueError(
             f"task.max_prompt_tokens + task.max_response_tokens = {total} exceeds the model's "
@@ -266,15 +336,32 @@ def check_lengths(
     return total
 
 
+def explain(error: Exception, overrides: Sequence[str]) -> str:
+    """Hydra's or OmegaConf's complaint about the command line, in one line, with key and fix."""
+    choices = [o for o in overrides if o.partition("=")[0] in groups()]
+    with initialize_config_dir(version_base="1.3", config_dir=conf_dir()):
+        try:
+            cfg = compose("config", overrides=choices)
+        except HydraException:  # one of the choices is the mistake
+            cfg = compose("config")
+    cause = error.__cause__ or error
+    if isinstance(cause, ValidationError):
+        reason = str(cause).partition("\n")[0]
+        return f"{cause.full_key}: {reason[:1].lower()}{reason[1:]}"
+    if isinstance(cause, ConfigTypeError):
+        return f"{cause.full_key}: {str(cause).partition(chr(10))[0]}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return explain_unknown_key(cfg, overrides) or " ".join(lines[:4])
+
+
 def explain_unknown_key(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
     """`unknown key trainer.stepz; did you mean trainer.steps?` for the first bad override."""
-    known = flat_keys(cfg)
-    groups = [name for name in os.listdir(conf_dir()) if os.path.isdir(f"{conf_dir()}/{name}")]
+    known = [*flat_keys(cfg), *groups()]
     for override in overrides:
-        key, separator, _ = override.lstrip("+~").partition("=")
-        if separator and not override.startswith(("+", "~", "hydra")) and "@" not in key:
-            if key not in known and key not in groups:
-                return f"unknown key {key}{_did_you_mean(key, [*known, *groups])}"
+        key, separator, _ = override.partition("=")
+        if separator and not override.startswith(("+", "~", "hydra.")) and "@" not in key:
+            if key not in known and not key.startswith("hydra/"):
+                return f"unknown key {key}{_did_you_mean(key, known)}"
     return None
 
 
@@ -283,16 +370,23 @@ def conf_dir() -> str:
     return os.path.join(os.path.dirname(os.path.abspath(__file__)), "conf")
 
 
-def flat_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
+def groups() -> list[str]:
+    """The groups of choices: task, model, loss, ..."""
+    return sorted(entry.name for entry in os.scandir(conf_dir()) if entry.is_dir())
+
+
+def flat_keys(cfg: DictConfig) -> list[str]:
     """All keys in dotted form, inner nodes included."""
-    keys: list[str] = []
-    for key in cfg:
-        name = f"{prefix}{key}"
-        keys.append(name)
-        node = OmegaConf.to_container(cfg, resolve=False)[key]  # type: ignore[index, call-overload]
-        if isinstance(node, dict):
-            keys += flat_keys(cfg[key], f"{name}.")
-    return keys
+
+    def walk(tree: Any, prefix: str) -> list[str]:
+        keys = []
+        for key, value in tree.items():
+            keys.append(f"{prefix}{key}")
+            if isinstance(value, dict):
+                keys += walk(value, f"{prefix}{key}.")
+        return keys
+
+    return walk(OmegaConf.to_container(cfg, resolve=False), "")
 
 
 def _did_you_mean(word: str, known: Sequence[str]) -> str:
@@ -311,8 +405,15 @@ def _one_of(key: str, value: Any, choices: Sequence[str]) -> None:
 def _positive(cfg: DictConfig, *keys: str) -> None:
     for key in keys:
         value = OmegaConf.select(cfg, key)
-        if not value > 0:
+        if not 0 < value < math.inf:
             raise ValueError(f"{key}={value} must be positive")
+
+
+def _not_negative(cfg: DictConfig, *keys: str) -> None:
+    for key in keys:
+        value = OmegaConf.select(cfg, key)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{key}={value} must be 0 or more")
 
 
 def _within(key: str, value: float, low: float, high: float) -> None:

@@ -333,6 +333,7 @@ class HFEngine:
             input_ids[row, width - len(prompt) :] = torch.as_tensor([int(t) for t in prompt])
             mask[row, width - len(prompt) :] = 1
         recorder = _LogprobRecorder(width)
+        greedy = sampling.temperature == 0.0
         self._calls += 1
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self._generator_seed * 1_000_003 + self._calls)
@@ -342,12 +343,9 @@ class HFEngine:
                 max_new_tokens=sampling.max_tokens,
                 eos_token_id=list(self._options.stop_token_ids),
                 pad_token_id=self._options.pad_token_id,
-                # given here, not by `generate`'s own options, which it would apply after the recorder
+                # given here: `generate` would apply its own options after the recorder
                 logits_processor=_processors(sampling, recorder),
-                do_sample=sampling.temperature > 0.0,
-                temperature=1.0,
-                top_p=1.0,
-                top_k=0,
+                **({"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}),
             )
         logprobs = recorder.finish(sequences)  # [B, T]
         return [

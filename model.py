@@ -8,6 +8,7 @@ attention can't see, so positions start at 0 and no padding mask exists that cou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -121,7 +122,8 @@ def resolve_path(cfg: ModelConfig, build: Callable[[Path], Any] | None) -> str:
 def _build_name(name: str, build: Callable[[Path], Any]) -> str:
     """The cache folder's name tells the options, so that changed options build anew."""
     keywords = build.keywords if isinstance(build, partial) else {}
-    return "-".join([name, *(f"{k}={v}" for k, v in sorted(keywords.items()))])
+    words = [name, *(f"{key}-{value}" for key, value in sorted(keywords.items()))]
+    return re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(words))
 
 
 # --------------------------------------------------------------------------- log-probs
@@ -199,7 +201,16 @@ def _logits_at(model: torch.nn.Module, padded: Padded) -> Tensor:
 
 def _rescales_logits(config: Any) -> bool:
     """Models that scale or cap their logits after the head must go through their own forward."""
-    names = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_width_multiplier")
+    names = (
+        "final_logit_softcapping",  # Gemma
+        "logits_soft_cap",  # RecurrentGemma
+        "output_logit_soft_cap",  # xLSTM
+        "logit_scale",  # Cohere
+        "logits_scaling",  # Granite, MiniCPM
+        "lm_head_multiplier",  # Falcon-H1
+        "mup_width_multiplier",
+        "logits_mup_width_multiplier",
+    )
     return any(getattr(config, name, None) not in (None, 1, 1.0) for name in names)
 
 

@@ -108,10 +108,27 @@ def new_folder(out: str | Path) -> Iterator[Path]:
     beside.mkdir()
     try:
         yield beside
+        for file in beside.rglob("*"):
+            if file.is_file():  # safetensors writes files that only their owner can read
+                file.chmod(beside.stat().st_mode & 0o666)
         beside.rename(out)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' own progress bars, which would cut up a log file."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def build_smollm2(out: str | Path) -> None:
@@ -133,7 +150,7 @@ def build_smollm2(out: str | Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
     start = time.monotonic()
-    with new_folder(out) as folder:
+    with new_folder(out) as folder, quiet_transformers():
         logger.info("smollm2: reading %s (about half a minute)", gguf.name)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         if not tokenizer.chat_template:
@@ -151,7 +168,6 @@ def build_smollm2(out: str | Path) -> None:
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         )
         config = read.config
-        config.name_or_path = "SmolLM2-135M-Instruct"
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # the saved weights are no longer quantised
         ids = {

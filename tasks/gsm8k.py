@@ -29,11 +29,12 @@ NO_ANSWER = -999999.222222  # what the reference code takes a text without a num
 
 _NUMBER = re.compile(r"[+-]?\d+\.\d*|[+-]?\.\d+|[+-]?\d+e[-+]?\d+|[+-]?\d+")
 
+# Possessive quantifiers (*+): plain ones would try every way to share out a long run of spaces.
 _MARKED = re.compile(
-    r"####[ \t]*"
-    r"(?P<sign>[-+]?)[ \t]*\$?[ \t]*(?P<inner_sign>[-+]?)"  # -5, -$5 and $-5 are all met
+    r"####[ \t]*+"
+    r"(?P<sign>[-+]?)[ \t]*+\$?[ \t]*+(?P<inner_sign>[-+]?)"  # -5, -$5 and $-5 are all met
     r"(?P<digits>[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
-    r"(?![0-9/^*]|[.,][0-9]|e[-+]?[0-9])"  # a fraction, power or odd number is no plain number
+    r"(?![0-9/^*]|[.,][0-9]|[eE][-+]?[0-9])"  # a fraction, power or exponent is no plain number
 )
 
 
@@ -129,7 +130,7 @@ class GSM8K:
             rows: Iterable[tuple[str, object]] = _read_hub(split)
         else:
             rows = _read_jsonl(Path(self.data_dir) / f"{split}.jsonl")
-        problems = []
+        problems: list[Problem] = []
         for where, row in rows:
             question, answer = _question_and_answer(where, row)
             prompt = PROMPTS[self.prompt_format].replace("{question}", question)
@@ -178,7 +179,8 @@ def _read_hub(split: Split) -> Iterable[tuple[str, object]]:
         from datasets import load_dataset
     except ImportError as error:
         raise ValueError(
-            f"task.data_dir is unset and 'datasets' is not installed: pip install datasets, or {fix}"
+            "task.data_dir is unset and the package datasets is not installed: pip install "
+            f"datasets, or {fix}"
         ) from error
     try:
         rows = load_dataset("openai/gsm8k", "main", split=split)

@@ -96,10 +96,11 @@ def encode_prompt(
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         tokens = tokenizer(problem.prompt, add_special_tokens=True)["input_ids"]
-        bare = tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
         ends = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {None}
-        if tokens and tokens[-1] in ends and not (bare and bare[-1] == tokens[-1]):
-            tokens = tokens[:-1]
+        if tokens and tokens[-1] in ends:
+            bare = tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
+            if bare[-1:] != tokens[-1:]:  # it was added, not written in the prompt
+                tokens = tokens[:-1]
     if not tokens:
         raise ValueError(
             f"prompt {problem.prompt_id} ({problem.prompt!r}) encodes to no tokens: a policy "

@@ -196,6 +196,10 @@ def test_responses_that_share_a_hash_are_both_kept(monkeypatch: pytest.MonkeyPat
     assert contents(buffer) == {0: [2, 3, 4]}
     buffer.add([make(0, 5), make(0, 6)])
     assert contents(buffer) == {0: [4, 5, 6]}
+    buffer = make_buffer(max_tokens=2 * PROMPT + 2)
+    buffer.add([make(0, 1), make(0, 2), make(1, 1)])  # the last evicts the first of prompt 0
+    buffer.add([make(0, 2)])  # still known, though the evicted one had the same hash
+    assert contents(buffer) == {1: [1], 0: [2]} and buffer.num_duplicates == 1
 
 
 def test_max_tokens_evicts_the_earliest_arrivals_of_any_prompt() -> None:

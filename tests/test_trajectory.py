@@ -201,6 +201,15 @@ def test_sizes_are_checked_before_memory_is_allocated(index: int, value: int) ->
         unpack(header_changed(index, value))
 
 
+def test_negative_sizes_that_add_up_are_refused() -> None:
+    message = pack([])
+    for index, value in ((1, 2), (4, -8)):  # 2 prompt tokens of 4 bytes, -8 bytes of names
+        start = 16 + 8 * index
+        message[start : start + 8] = np.frombuffer(struct.pack("<q", value), np.uint8)
+    with pytest.raises(ValueError, match="negative size"):
+        unpack(with_crc(message))
+
+
 def test_errors_say_what_is_wrong() -> None:
     message = pack([make()])
     other = message.copy()

@@ -1,0 +1,409 @@
+"""Every mistake in the config has one line that names the key and the fix; every yaml file fits."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from test_comm import make_ranks
+
+import config
+
+ROOT = Path(config.__file__).parent
+CHOICES = [(p.parent.name, p.stem) for p in sorted(Path(config.conf_dir()).glob("*/*.yaml"))]
+
+
+@pytest.fixture(autouse=True)
+def schema() -> None:
+    config.register()
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(version_base="1.3", config_dir=config.conf_dir()):
+        return compose("config", overrides=["engine=hf", *overrides])
+
+
+def complaint(cfg: DictConfig, world_size: int = 2) -> str:
+    """The one line that `validate` raises."""
+    with pytest.raises(ValueError) as caught:
+        config.validate(cfg, make_ranks(0, world_size, cfg.cluster.trainers))
+    message = str(caught.value)
+    assert message and "\n" not in message
+    return message
+
+
+# --------------------------------------------------------------------------- what is right
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        ([], 2),
+        ([], 8),
+        (["cluster.trainers=2", "trainer.batch_size=160"], 3),
+        (["mode=sync"], 1),
+        (["mode=sync"], 2),
+        (["mode=sync", "trainer.batch_size=120"], 4),
+        (["mode=sync", "loss=rloo"], 1),
+        (["trainer.beta.final=0.004", "trainer.beta.stop_step=100"], 2),
+        (["trainer.max_grad_norm=null", "seed=0", "eval.every=0", "run.rollouts_every=0"], 2),
+        (["buffer=softmax", "buffer.rule.inverse_temperature=0"], 2),
+    ],
+)
+def test_a_good_config_passes_as_it_is_readonly(overrides, world_size):
+    cfg = composed(*overrides)
+    before = OmegaConf.to_yaml(cfg)
+    OmegaConf.set_readonly(cfg, True)
+    config.validate(cfg, make_ranks(world_size - 1, world_size, cfg.cluster.trainers))
+    assert config.check_lengths(cfg, [[1, 2], [3]], 1024) == (
+        cfg.task.max_prompt_tokens + cfg.task.max_response_tokens
+    )
+    assert OmegaConf.to_yaml(cfg) == before
+
+
+def test_prompts_per_step_and_per_call():
+    cfg = composed("trainer.batch_size=120", "trainer.publish_every=2")
+    assert config.prompts_per_step(cfg) == 6
+    assert config.prompts_per_call(cfg, make_ranks(1, 4)) == cfg.searcher.prompts_per_call
+    cfg.mode = "sync"
+    assert config.prompts_per_call(cfg, make_ranks(1, 4)) == 4  # 2 steps x 6 prompts / 3 searchers
+    assert config.prompts_per_call(cfg, make_ranks(0, 1)) == 12
+
+
+# --------------------------------------------------------------------------- what is wrong
+
+MISTAKES = [
+    (["mode=offline"], 2, ["mode='offline'", "async, sync"]),
+    ([], 1, ["mode=async", "searcher", "torchrun", "mode=sync"]),
+    (["cluster.trainers=2"], 2, ["cluster.trainers=2", "no searcher", "1 or less"]),
+    (["cluster.trainers=9"], 4, ["cluster.trainers=9", "4 ranks", "3 or less"]),
+    (["mode=sync", "cluster.trainers=2"], 1, ["cluster.trainers=2", "one rank"]),
+    (["mode=sync", "cluster.trainers=2", "trainer.batch_size=160"], 3, ["cluster.trainers=1"]),
+    (["trainer.batch_size=150"], 2, ["trainer.batch_size=150", "20", "try 140"]),
+    (["trainer.batch_size=10"], 2, ["trainer.batch_size=10", "try 20"]),
+    (["cluster.trainers=2"], 3, ["trainer.batch_size=140", "cluster.trainers = 40", "try 120"]),
+    (
+        ["searcher.responses_per_prompt=10"],
+        2,
+        ["searcher.responses_per_prompt=10", "raise S to 20"],
+    ),
+    (["trainer.responses_per_prompt=1"], 2, ["trainer.responses_per_prompt=1", "at least 2"]),
+    (["mode=sync"], 4, ["mode=sync", "7 prompts", "3 searchers", "trainer.batch_size"]),
+    (["buffer.capacity_per_prompt=19"], 2, ["buffer.capacity_per_prompt=19", "=20"]),
+    (["+loss.normalise=true"], 2, ["unknown key loss.normalise", "loss.normalize?"]),
+    (["loss=rloo", "+loss.normalize=true"], 2, ["unknown key loss.normalize"]),
+    (["+task.max_operands=9"], 2, ["unknown key task.max_operands", "task.max_operand?"]),
+    (["+buffer.rule.inverse_temp=1"], 2, ["unknown key buffer.rule.inverse_temp"]),
+    (["+model.build.sed=1"], 2, ["unknown key model.build.sed", "model.build.seed?"]),
+    (["+trainer.stepz=1"], 2, ["unknown key trainer.stepz", "trainer.steps?"]),
+    (["+trainer.lr.peek=1"], 2, ["unknown key trainer.lr.peek", "trainer.lr.peak?"]),
+    (["+trane={}"], 2, ["unknown key trane", "trainer?"]),
+    (["loss._target_=losses.tb"], 2, ["loss._target_='losses.tb'", "can't be imported"]),
+    (["loss._target_=lozzes.tb"], 2, ["loss._target_='lozzes.tb'", "lozzes"]),
+    (["loss._target_=tb_vargrad"], 2, ["loss._target_='tb_vargrad'", "module.name"]),
+    (["loss._target_=losses.__doc__"], 2, ["loss._target_", "not a function"]),
+    (["loss._partial_=false"], 2, ["loss", "_partial_: true"]),
+    (["~loss._target_"], 2, ["loss needs a `_target_`", "conf/loss"]),
+    (["~loss"], 2, ["loss needs a `_target_`", "conf/loss"]),
+    (["~task"], 2, ["task needs a `_target_`", "conf/task"]),
+    (["~buffer"], 2, ["buffer.rule needs a `_target_`", "conf/buffer"]),
+    (["task.max_response_tokens=0"], 2, ["task.max_response_tokens=0", "positive"]),
+    (["task.max_prompt_tokens=many"], 2, ["task.max_prompt_tokens='many'", "positive"]),
+    (["~task.max_prompt_tokens"], 2, ["task.max_prompt_tokens=None", "positive"]),
+    (["trainer.beta.initial=0"], 2, ["trainer.beta.initial=0", "positive"]),
+    (["trainer.beta.final=0"], 2, ["trainer.beta.final=0", "positive"]),
+    (
+        ["trainer.beta.final=0.004", "trainer.beta.target_step=10", "trainer.beta.stop_step=20"],
+        2,
+        ["trainer.beta:", "stop_step (20)", "target_step (10)"],
+    ),
+    (["trainer.steps=10"], 2, ["warmup_steps", "= 20", "trainer.steps=10", "raise"]),
+    (["trainer.lr.decay_steps=290"], 2, ["trainer.lr.decay_steps", "= 310", "=300"]),
+    (["trainer.lr.kind=cosine"], 2, ["trainer.lr.kind='cosine'", "wsd, linear, constant"]),
+    (["trainer.lr.min_ratio=2"], 2, ["trainer.lr.min_ratio=2", "between 0.0 and 1.0"]),
+    (["trainer.precision=fp16"], 2, ["trainer.precision='fp16'", "float32, bfloat16"]),
+    (["engine.name=sglang"], 2, ["engine.name='sglang'", "vllm or hf"]),
+    (["engine.dtype=int8"], 2, ["engine.dtype='int8'", "float16"]),
+    (["cluster.device=tpu"], 2, ["cluster.device='tpu'", "cuda"]),
+    (["weights.backend=mpi"], 2, ["weights.backend='mpi'", "gloo"]),
+    (["searcher.top_p=0"], 2, ["searcher.top_p=0", "positive"]),
+    (["searcher.top_p=1.5"], 2, ["searcher.top_p=1.5", "between"]),
+    (["searcher.temperature=0"], 2, ["searcher.temperature=0", "positive"]),
+    (["buffer.recency_prob=1.1"], 2, ["buffer.recency_prob=1.1", "between"]),
+    (["trainer.max_grad_norm=0"], 2, ["trainer.max_grad_norm=0", "positive"]),
+    (["trainer.adam_betas=[0.9,1.5]"], 2, ["trainer.adam_betas", "1.5"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world_size", "fragments"), MISTAKES)
+def test_a_mistake_is_named_with_its_fix(overrides, world_size, fragments):
+    message = complaint(composed(*overrides), world_size)
+    for fragment in fragments:
+        assert fragment in message
+
+
+def numbers(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Keys of the dataclasses that hold one number, with its type."""
+    for key in node:
+        inner = node._get_node(key)
+        kind = inner._metadata.ref_type
+        if isinstance(inner, DictConfig) and not inner._is_missing():
+            yield from numbers(inner, f"{prefix}{key}.")
+        elif kind in (int, float):
+            yield f"{prefix}{key}", kind
+
+
+NUMBERS = list(numbers(OmegaConf.structured(config.Config)))
+
+
+def test_the_numbers_are_found():
+    keys = dict(NUMBERS)
+    assert len(keys) > 30 and keys["seed"] is int and keys["trainer.beta.final"] is float
+
+
+@pytest.mark.parametrize("key", [key for key, _ in NUMBERS])
+def test_no_number_may_be_negative(key):
+    assert key in complaint(composed(f"{key}=-1"))
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("key", [key for key, kind in NUMBERS if kind is float])
+def test_no_number_may_be_nan_or_infinite(key, value):
+    assert key in complaint(composed(f"{key}={value}"))
+
+
+def test_vllm_must_be_installed_to_be_chosen(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name)
+    )
+    message = complaint(composed("engine=vllm"))
+    assert "engine=vllm" in message and "make setup" in message and "engine=hf" in message
+    config.validate(composed(), make_ranks(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "prompts", "context_length", "fragments"),
+    [
+        (
+            [],
+            [[1] * 8, [1] * 11, [1] * 9],
+            None,
+            ["2 prompts", "prompt 1 has 11", "raise it to 11"],
+        ),
+        (["task.max_response_tokens=60"], [[1]], 64, ["= 68", "64 tokens", "to 56 or less"]),
+        (["task.max_prompt_tokens=64"], [[1]], 64, ["max_prompt_tokens=64", "64 tokens", "lower"]),
+        ([], [], 64, ["task has no problems"]),
+    ],
+)
+def test_lengths_that_do_not_fit(overrides, prompts, context_length, fragments):
+    with pytest.raises(ValueError) as caught:
+        config.check_lengths(composed(*overrides), prompts, context_length)
+    assert "\n" not in str(caught.value)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_lengths_that_just_fit():
+    assert config.check_lengths(composed(), [[1] * 8], 13) == 13
+    assert config.check_lengths(composed(), [[1] * 8], None) == 13
+
+
+# --------------------------------------------------------------------------- the command line
+
+TYPOS = {
+    "trainer.stepz=3": "trainer.steps",
+    "trainer.batchsize=3": "trainer.batch_size",
+    "trainer.lr.peek=1": "trainer.lr.peak",
+    "trainer.beta.inital=1": "trainer.beta.initial",
+    "searcher.temprature=1": "searcher.temperature",
+    "sercher.temperature=1": "searcher.temperature",
+    "buffer.recency_probability=1": "buffer.recency_prob",
+    "cluster.trainer=2": "cluster.trainers",
+    "engine.max_seqs=2": "engine.max_num_seqs",
+    "wieghts.bucket_mb=2": "weights.bucket_mb",
+    "eval.evry=2": "eval.every",
+    "run.nmae=a": "run.name",
+    "sead=2": "seed",
+    "modle=tiny": "model",
+    "batch_size=20": "trainer.batch_size",
+    "loss.normalise=true": "loss.normalize",
+    "task.max_operands=9": "task.max_operand",
+    "model.build.target_acuracy=0.5": "model.build.target_accuracy",
+    "buffer.rule.inverse_temprature=2": "buffer.rule.inverse_temperature",
+}
+
+
+def explained(*overrides: str) -> str:
+    """What the user reads after a command line that Hydra refuses."""
+    with pytest.raises((HydraException, ValueError)) as caught:
+        composed(*overrides)
+    message = config.explain(caught.value, overrides)
+    assert message and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("typo", TYPOS)
+def test_an_unknown_key_is_answered_with_the_nearest(typo):
+    choices = ["buffer=softmax"] if typo.startswith("buffer.rule") else []
+    key = typo.partition("=")[0]
+    assert explained(*choices, typo) == f"unknown key {key}; did you mean {TYPOS[typo]}?"
+
+
+def test_the_keys_of_the_chosen_files_are_known():
+    message = explained("task=gsm8k", "task.answer_rule=strict", "trainer.stepz=3")
+    assert message == "unknown key trainer.stepz; did you mean trainer.steps?"
+    message = explained("loss=rloo", "loss.normalize=true")
+    assert message.startswith("unknown key loss.normalize")
+
+
+def test_nothing_near_points_to_the_list():
+    assert explained("qqqqqqqq=1") == "unknown key qqqqqqqq (see `python train.py --cfg job`)"
+
+
+def test_good_overrides_need_no_explanation():
+    overrides = ["task=gsm8k", "trainer.steps=3", "+x=1", "~loss", "hydra.verbose=true", "--cfg"]
+    assert config.explain_unknown_key(composed("task=gsm8k"), overrides) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "fragments"),
+    [
+        ("trainer.steps=abc", ["trainer.steps", "'abc'", "Integer"]),
+        ("trainer.steps=1.5", ["trainer.steps", "'1.5'", "Integer"]),
+        ("trainer.lr.peak=high", ["trainer.lr.peak", "'high'", "Float"]),
+        ("buffer.deduplicate=perhaps", ["buffer.deduplicate", "'perhaps'", "bool"]),
+        ("trainer.steps=null", ["trainer.steps", "null", "not"]),
+        ("trainer=3", ["trainer"]),
+        ("loss=ppo", ["loss/ppo", "rloo", "tb_vargrad"]),
+        ("trainer.steps=[", ["trainer.steps=["]),
+    ],
+)
+def test_a_value_that_does_not_fit_is_named(override, fragments):
+    message = explained(override)
+    for fragment in fragments:
+        assert fragment in message
+
+
+COMMANDS = {
+    "list": ["--cfg", "job"],
+    "unknown key": ["trainer.stepz=3"],
+    "wrong type": ["trainer.steps=abc"],
+    "wrong value": ["engine=hf", "mode=sync", "trainer.batch_size=33"],
+    "wrong target": ["engine=hf", "loss._target_=losses.tb"],
+}
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory) -> dict[str, tuple[int, str, str, list[str]]]:
+    """Exit code, stdout, stderr and files left by `python train.py ...`, run side by side."""
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    running = {}
+    for name, arguments in COMMANDS.items():
+        folder = tmp_path_factory.mktemp("command")
+        command = [sys.executable, str(ROOT / "train.py"), *arguments]
+        running[name] = (
+            folder,
+            subprocess.Popen(
+                command,
+                cwd=folder,
+                env=env,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            ),
+        )
+    results = {}
+    for name, (folder, process) in running.items():
+        out, err = process.communicate(timeout=200)
+        results[name] = process.returncode, out, err, sorted(p.name for p in folder.iterdir())
+    return results
+
+
+def test_the_command_lists_its_config(commands):
+    code, out, err, files = commands["list"]
+    assert (code, err, files) == (0, "", [])
+    keys = config.flat_keys(OmegaConf.create(out))
+    missing = set(config.flat_keys(OmegaConf.structured(config.Config))) - set(keys)
+    assert not missing and "loss.normalize" in keys
+
+
+@pytest.mark.parametrize(
+    ("name", "fragments"),
+    [
+        ("unknown key", ["error: unknown key trainer.stepz; did you mean trainer.steps?"]),
+        ("wrong type", ["error: trainer.steps: value 'abc'", "Integer"]),
+        ("wrong value", ["error: trainer.batch_size=33", "try 20"]),
+    ],
+)
+def test_the_command_answers_a_mistake_with_one_line(commands, name, fragments):
+    code, out, err, files = commands[name]
+    assert (code, out, files) == (2, "", [])
+    (line,) = err.splitlines()
+    for fragment in fragments:
+        assert fragment in line
+
+
+def test_the_command_says_which_target_is_wrong(commands):
+    code, out, err, files = commands["wrong target"]
+    assert (code, out, files) == (2, "", [])
+    *notice, line = err.splitlines()
+    assert line.startswith("error: loss._target_='losses.tb' can't be imported")
+    assert notice == ["one process (no torchrun): mode=sync"]
+
+
+# --------------------------------------------------------------------------- the yaml files
+
+
+def yaml_file(group: str, choice: str) -> Path:
+    return Path(config.conf_dir()) / group / f"{choice}.yaml"
+
+
+def leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from leaves(value, f"{prefix}{key}.")
+    else:
+        yield prefix.rstrip("."), node
+
+
+def test_there_are_choices_in_every_group():
+    assert {group for group, _ in CHOICES} >= {"task", "model", "loss", "engine", "buffer"}
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_composes_and_its_targets_take_its_keys(group, choice):
+    pick = f"+{group}={choice}" if group == "experiment" else f"{group}={choice}"
+    cfg = composed(pick)
+    config.validate(cfg, make_ranks(0, 8, cfg.cluster.trainers))
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_no_yaml_repeats_a_default_of_the_dataclasses(group, choice):
+    path = yaml_file(group, choice)
+    everywhere = "@package _global_" in path.read_text()
+    prefix = "" if everywhere else f"{group}."
+    defaults = dict(leaves(OmegaConf.to_container(OmegaConf.structured(config.Config))))
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(content, dict)
+    content.pop("defaults", None)
+    repeated = [
+        f"{key}: {value}"
+        for key, value in leaves(content, prefix)
+        if key in defaults and defaults[key] == value
+        if key not in ("engine.name", "model.name")  # the choice's own name
+    ]
+    assert not repeated, f"{path.name} repeats {repeated}"
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_yaml_says_what_it_is_for(group, choice):
+    assert "# " in yaml_file(group, choice).read_text()

@@ -1,0 +1,265 @@
+"""The gradient of a step, however it is split, against Eq. 5 computed plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import gradient
+import tiny
+from buffer import Group
+from gradient import accumulate_gradient, sum_over_trainers, whole_group_micro_batches
+from losses import LossOutput, rloo, tb_vargrad
+from model import load_policy, response_logprobs
+from ranks import run_ranks
+from trajectory import Trajectory
+
+TEMPERATURE = 0.7
+BETA = 0.5
+GROUP_SIZES = [3, 2, 6, 4, 2]
+EVERYTHING = 100_000  # padded tokens a micro-batch: one micro-batch
+SOME_GROUPS = 120  # whole groups, several micro-batches
+LESS_THAN_A_GROUP = 30  # larger groups in two passes
+
+OBJECTIVES: dict[str, Callable[..., LossOutput]] = {
+    "tb_vargrad": tb_vargrad,
+    "tb_vargrad as printed": partial(tb_vargrad, normalize=False),
+    "rloo": rloo,
+}
+
+
+def load(path: str) -> torch.nn.Module:
+    return load_policy(path, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def make_groups(seed: int = 0) -> list[Group]:
+    rng = np.random.default_rng(seed)
+    groups = []
+    for prompt_id, size in enumerate(GROUP_SIZES):
+        (prompt,) = tiny.random_tokens(rng, [int(rng.integers(1, 8))])
+        lengths = rng.integers(1, 12, size=size).tolist()
+        trajectories = [
+            Trajectory(
+                prompt_id=prompt_id,
+                prompt_tokens=prompt,
+                response_tokens=tokens,
+                behavior_logprobs=-rng.exponential(3, len(tokens)).astype(np.float32),
+                reference_logprobs=-rng.exponential(3, len(tokens)).astype(np.float32),
+                reward=(reward := float(rng.normal())),
+                reward_parts={"all": reward},
+                version_start=0,
+                version_end=0,
+                truncated=False,
+            )
+            for tokens in tiny.random_tokens(rng, lengths)
+        ]
+        groups.append(Group(prompt_id=prompt_id, trajectories=trajectories, uses=[0] * size))
+    return groups
+
+
+def step(
+    policy: torch.nn.Module,
+    groups: list[Group],
+    objective: Callable[..., LossOutput],
+    tokens_per_micro_batch: int,
+    num_groups: int = len(GROUP_SIZES),
+) -> tuple[torch.Tensor, dict[str, float]]:
+    policy.zero_grad()
+    sums = accumulate_gradient(
+        policy,
+        groups,
+        objective=objective,
+        beta=BETA,
+        temperature=TEMPERATURE,
+        autocast=None,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+        num_groups=num_groups,
+    )
+    return flat_gradient(policy), sums
+
+
+def flat_gradient(policy: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+
+def assert_same(
+    got: tuple[torch.Tensor, dict[str, float]], want: tuple[torch.Tensor, dict[str, float]]
+) -> None:
+    gap = float((got[0] - want[0]).abs().max() / want[0].abs().max())
+    assert gap < 1e-5, f"gradients differ by {gap:.1e} of the largest entry"
+    assert got[1].keys() == want[1].keys()
+    for name, value in want[1].items():
+        assert got[1][name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+
+
+def plain_loss(policy: torch.nn.Module, groups: list[Group], objective: str) -> torch.Tensor:
+    """The step's loss from its formula: response by response, whole forward passes, Python sums."""
+    losses = []
+    for group in groups:
+        logprobs = [
+            tiny.plain_logprobs(policy, t.prompt_tokens, t.response_tokens, TEMPERATURE).sum()
+            for t in group.trajectories
+        ]
+        ratios = [
+            logprob - float(t.reference_logprobs.sum())
+            for logprob, t in zip(logprobs, group.trajectories, strict=True)
+        ]
+        rewards = [t.reward for t in group.trajectories]
+        n = len(rewards)
+        if objective.startswith("tb_vargrad"):
+            log_z = sum(r / BETA - k for r, k in zip(rewards, ratios, strict=True)) / n
+            squares = [
+                (log_z.detach() + k - r / BETA) ** 2
+                for r, k in zip(rewards, ratios, strict=True)
+            ]
+            scale = 1.0 if objective.endswith("printed") else BETA / 2
+            losses.append(scale * sum(squares) / n)
+        else:
+            returns = [
+                r - BETA * float(k.detach()) for r, k in zip(rewards, ratios, strict=True)
+            ]
+            advantages = [r - (sum(returns) - r) / (n - 1) for r in returns]
+            losses.append(-sum(a * l for a, l in zip(advantages, logprobs, strict=True)) / n)
+    return sum(losses) / len(groups)
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_loss_and_gradient_equal_the_formula(tiny_llama: str, name: str) -> None:
+    policy, groups = load(tiny_llama), make_groups()
+    got = step(policy, groups, OBJECTIVES[name], EVERYTHING)
+    policy.zero_grad()
+    loss = plain_loss(policy, groups, name)
+    loss.backward()
+    assert_same((got[0], {"loss": got[1]["loss/total"]}), (flat_gradient(policy), {"loss": loss.item()}))
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+@pytest.mark.parametrize("tokens_per_micro_batch", [SOME_GROUPS, LESS_THAN_A_GROUP, 1])
+def test_any_split_gives_the_same_step(
+    tiny_llama: str, name: str, tokens_per_micro_batch: int
+) -> None:
+    policy, groups = load(tiny_llama), make_groups()
+    whole = step(policy, groups, OBJECTIVES[name], EVERYTHING)
+    split = step(policy, groups, OBJECTIVES[name], tokens_per_micro_batch)
+    assert_same(split, whole)
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_micro_batch", "with_gradient", "without"),
+    [(EVERYTHING, 1, False), (SOME_GROUPS, 3, False), (LESS_THAN_A_GROUP, 13, True), (1, 17, True)],
+)
+def test_the_splits_are_what_their_names_say(
+    tiny_llama: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens_per_micro_batch: int,
+    with_gradient: int,
+    without: bool,
+) -> None:
+    """Forward passes with gradient, and whether some ran without; limits hold for each."""
+    policy, groups = load(tiny_llama), make_groups()
+    passes: list[bool] = []
+
+    def counting(model, prompts, responses, **options):
+        passes.append(torch.is_grad_enabled())
+        longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+        assert len(prompts) == 1 or longest * len(prompts) <= tokens_per_micro_batch
+        return response_logprobs(model, prompts, responses, **options)
+
+    monkeypatch.setattr(gradient, "response_logprobs", counting)
+    step(policy, groups, tb_vargrad, tokens_per_micro_batch)
+    assert (passes.count(True), False in passes) == (with_gradient, without)
+
+
+def test_gradients_add_to_what_is_there(tiny_llama: str) -> None:
+    policy, groups = load(tiny_llama), make_groups()
+    whole = step(policy, groups, tb_vargrad, EVERYTHING)
+    parts = [step(policy, part, tb_vargrad, SOME_GROUPS) for part in (groups[:2], groups[2:])]
+    assert_same(
+        (
+            sum(grad for grad, _ in parts),
+            {name: sum(sums[name] for _, sums in parts) for name in whole[1]},
+        ),
+        whole,
+    )
+
+
+def test_sums_over_tokens(tiny_llama: str) -> None:
+    policy, groups = load(tiny_llama), make_groups()
+    _, sums = step(policy, groups, tb_vargrad, SOME_GROUPS)
+    trajectories = [t for group in groups for t in group.trajectories]
+    logprobs = np.concatenate(
+        [
+            tiny.plain_logprobs(policy, t.prompt_tokens, t.response_tokens, TEMPERATURE)
+            .detach()
+            .numpy()
+            for t in trajectories
+        ]
+    )
+    behavior = np.concatenate([t.behavior_logprobs for t in trajectories])
+    assert sums["tokens"] == len(behavior)
+    assert sums["policy/entropy_sampled"] == pytest.approx(-logprobs.sum(), rel=1e-5)
+    assert sums["policy/logprob_drift"] == pytest.approx(abs(logprobs - behavior).sum(), rel=1e-5)
+
+
+def test_micro_batches_keep_groups_whole() -> None:
+    groups = make_groups()
+    for limit in (1, LESS_THAN_A_GROUP, SOME_GROUPS, 200, EVERYTHING):
+        parts = list(whole_group_micro_batches(groups, limit))
+        flat = [group.prompt_id for part in parts for group in part]
+        assert sorted(flat) == list(range(len(groups)))
+        for part in parts:
+            sequences = [
+                len(t.prompt_tokens) + len(t.response_tokens)
+                for group in part
+                for t in group.trajectories
+            ]
+            assert len(part) == 1 or max(sequences) * len(sequences) <= limit
+
+
+# --------------------------------------------------------------------------- several trainers
+
+
+def rank_step(rank: int, world_size: int, path: str, name: str) -> tuple[np.ndarray, dict]:
+    import torch.distributed as dist
+
+    policy = load(path)
+    groups = make_groups()[rank::world_size]  # 3 and 2 groups: unequal shares
+    _, sums = step(policy, groups, OBJECTIVES[name], SOME_GROUPS)
+    sums = sum_over_trainers(policy, sums, dist.group.WORLD)
+    return flat_gradient(policy).numpy(), sums
+
+
+@pytest.mark.parametrize("name", ["tb_vargrad", "rloo"])
+def test_two_trainers_make_the_step_of_one(tiny_llama: str, name: str) -> None:
+    whole = step(load(tiny_llama), make_groups(), OBJECTIVES[name], EVERYTHING)
+    results = run_ranks(rank_step, 2, tiny_llama, name)
+    for grad, sums in results:
+        assert_same((torch.from_numpy(grad), sums), whole)
+    assert np.array_equal(results[0][0], results[1][0]), "the trainers would drift apart"
+
+
+def rank_missing_gradient(rank: int, world_size: int) -> tuple[list, dict]:
+    import torch.distributed as dist
+
+    policy = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(3, 1)])
+    policy[1].bias.requires_grad_(False)
+    if rank == 1:
+        policy[0](torch.ones(2)).backward()  # nothing of policy[1]; rank 0 has no gradient at all
+    sums = sum_over_trainers(policy, {"b": float(rank), "a": 1.0}, dist.group.WORLD)
+    return [None if p.grad is None else p.grad.tolist() for p in policy.parameters()], sums
+
+
+def test_parameters_without_gradient_count_as_zero() -> None:
+    for grads, sums in run_ranks(rank_missing_gradient, 2):
+        assert grads == [[[1.0, 1.0]], [1.0], [[0.0, 0.0, 0.0]], None]
+        assert sums == {"a": 2.0, "b": 1.0}
+
+
+def test_one_trainer_needs_no_group() -> None:
+    policy = torch.nn.Linear(2, 1)
+    assert sum_over_trainers(policy, {"a": 1.0}, None) == {"a": 1.0}
+    assert policy.weight.grad is None

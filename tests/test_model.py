@@ -1,0 +1,288 @@
+"""Log-probs against plain forward passes, model by model, and what else opening a model gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from transformers import LlamaConfig
+
+import model as modeling
+import tiny
+from model import (
+    empty_model,
+    load_policy,
+    load_tokenizer,
+    micro_batches,
+    pad,
+    response_logprobs,
+    stop_token_ids,
+    unique_response_logprobs,
+)
+from weights import manifest, named_weights
+
+CPU = torch.device("cpu")
+PROMPT_LENGTHS = [1, 7, 3, 12, 5]
+RESPONSE_LENGTHS = [9, 1, 4, 6, 2]
+RESCALED = ["cohere", "granite", "gemma2", "falcon-h1"]
+
+
+def load(path: str) -> torch.nn.Module:
+    return load_policy(path, device=CPU, dtype=torch.float32)
+
+
+def samples(seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    return tiny.random_tokens(rng, PROMPT_LENGTHS), tiny.random_tokens(rng, RESPONSE_LENGTHS)
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", list(tiny.SAVERS))
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_padded_logprobs_and_gradients_equal_one_by_one(
+    tiny_models: dict[str, str], name: str, temperature: float
+) -> None:
+    model = load(tiny_models[name])
+    prompts, responses = samples()
+    got = response_logprobs(model, prompts, responses, temperature=temperature)
+    want = torch.cat(
+        [
+            tiny.plain_logprobs(model, p, r, temperature)
+            for p, r in zip(prompts, responses, strict=True)
+        ]
+    )
+    assert got.dtype == torch.float32 and got.shape == (sum(RESPONSE_LENGTHS),)
+    assert want.std() > 0.2, "the model is too flat to tell mistakes"
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+    coefficients = torch.randn(len(got), generator=torch.Generator().manual_seed(1))
+    mine = gradients(model, (coefficients * got).sum())
+    plain = gradients(model, (coefficients * want).sum())
+    for parameter, grad in plain.items():
+        # NeoX's and others' key biases have no gradient but rounding: the unit is the largest one
+        unit = max(g.abs().max() for g in plain.values())
+        gap = float((mine[parameter] - grad).abs().max() / unit)
+        assert gap < 1e-5, f"{parameter}: {gap:.1e} of the largest gradient"
+
+
+@pytest.mark.parametrize("name", list(tiny.SAVERS))
+def test_other_models_take_logits_at_responses_alone(
+    tiny_models: dict[str, str], name: str
+) -> None:
+    model = load(tiny_models[name])
+    rows: list[int] = []
+    model.get_output_embeddings().register_forward_hook(
+        lambda module, args, output: rows.append(output.numel() // output.shape[-1])
+    )
+    prompts, responses = samples()
+    response_logprobs(model, prompts, responses, temperature=1.0)
+    padded = len(prompts) * max(
+        len(p) + len(r) for p, r in zip(prompts, responses, strict=True)
+    )
+    assert rows == [padded if name in RESCALED else sum(RESPONSE_LENGTHS)]
+
+
+def test_temperature_divides_logits_before_the_softmax(tiny_llama: str) -> None:
+    model = load(tiny_llama)
+    prompts, responses = samples()
+    one = response_logprobs(model, prompts, responses, temperature=1.0)
+    hot = response_logprobs(model, prompts, responses, temperature=1e6)
+    torch.testing.assert_close(
+        hot, torch.full_like(hot, -np.log(tiny.VOCABULARY)), rtol=0, atol=1e-4
+    )
+    half = response_logprobs(model, prompts, responses, temperature=2.0)
+    assert (half - one / 2).abs().max() > 0.1  # dividing log-probs is another thing
+
+
+def test_padding_tokens_are_never_seen(tiny_gpt2: str) -> None:
+    """A response's log-probs don't depend on its neighbours in the batch, to the last bit or so."""
+    model = load(tiny_gpt2)
+    prompts, responses = samples()
+    alone = response_logprobs(model, prompts[1:2], responses[1:2], temperature=1.0)
+    for width in (3, 40):
+        rng = np.random.default_rng(width)
+        others = tiny.random_tokens(rng, [width])
+        both = response_logprobs(
+            model, [others[0], prompts[1]], [others[0][:2], responses[1]], temperature=1.0
+        )
+        torch.testing.assert_close(both[2:], alone, rtol=0, atol=1e-5)
+
+
+def test_bfloat16_autocast_is_near_float32_and_returns_float32(tiny_llama: str) -> None:
+    model = load(tiny_llama)
+    prompts, responses = samples()
+    exact = response_logprobs(model, prompts, responses, temperature=0.7)
+    rough = response_logprobs(
+        model, prompts, responses, temperature=0.7, autocast=torch.bfloat16
+    )
+    assert rough.dtype == torch.float32
+    gap = (rough - exact).abs()
+    assert 0 < gap.mean() < 0.03 and gap.max() < 0.15
+    # Gradients reach the float32 weights through the cast.
+    mine = gradients(model, rough.sum())
+    want = gradients(model, response_logprobs(model, prompts, responses, temperature=0.7).sum())
+    a = torch.cat([g.flatten() for g in mine.values()])
+    b = torch.cat([g.flatten() for g in want.values()])
+    assert a.dtype == torch.float32
+    assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.999
+
+
+def test_pad_says_where_each_token_is_predicted() -> None:
+    padded = pad([np.array([5, 6]), np.array([9])], [np.array([7]), np.array([8, 4, 3])], CPU)
+    assert padded.input_ids.tolist() == [[5, 6, 7, 0], [9, 8, 4, 3]]
+    assert padded.rows.tolist() == [0, 1, 1, 1]
+    assert padded.columns.tolist() == [1, 0, 1, 2]
+    assert padded.targets.tolist() == [7, 8, 4, 3]
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    empty = np.zeros(0, dtype=np.int32)
+    with pytest.raises(ValueError, match="prompt without tokens"):
+        pad([np.array([3]), empty], [np.array([4]), np.array([5])], CPU)
+
+
+# --------------------------------------------------------------------------- unique responses
+
+
+@pytest.mark.parametrize("tokens_per_micro_batch", [1, 40, 10_000])
+def test_unique_logprobs_equal_plain_ones(tiny_llama: str, tokens_per_micro_batch: int) -> None:
+    model = load(tiny_llama)
+    prompts, responses = samples()
+    order = np.random.default_rng(3).integers(0, len(prompts), size=40)
+    got = unique_response_logprobs(
+        model,
+        [prompts[i] for i in order],
+        [responses[i] for i in order],
+        temperature=0.7,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+    )
+    for i, logprobs in zip(order, got, strict=True):
+        want = tiny.plain_logprobs(model, prompts[i], responses[i], 0.7).detach().numpy()
+        assert logprobs.dtype == np.float32
+        np.testing.assert_allclose(logprobs, want, rtol=0, atol=1e-5)
+
+
+def test_equal_responses_are_computed_once(
+    tiny_llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(tiny_llama)
+    prompts, responses = samples()
+    seen: list[int] = []
+
+    def counting(model, prompts, responses, **options):
+        seen.append(len(prompts))
+        return response_logprobs(model, prompts, responses, **options)
+
+    monkeypatch.setattr(modeling, "response_logprobs", counting)
+    unique_response_logprobs(
+        model, prompts * 6, responses * 6, temperature=1.0, tokens_per_micro_batch=10_000
+    )
+    assert sum(seen) == len(prompts)
+
+
+def test_the_same_tokens_split_otherwise_are_another_response(tiny_llama: str) -> None:
+    """[3, 4] + [5] and [3] + [4, 5] are the same sequence, but not the same response."""
+    model = load(tiny_llama)
+    a = [np.array([3, 4], np.int32), np.array([3], np.int32)]
+    b = [np.array([5], np.int32), np.array([4, 5], np.int32)]
+    one, two = unique_response_logprobs(
+        model, a, b, temperature=1.0, tokens_per_micro_batch=100
+    )
+    assert len(one) == 1 and len(two) == 2
+    np.testing.assert_allclose(one, two[1:], atol=1e-5)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), max_size=40),
+    max_tokens=st.integers(1, 200),
+)
+def test_micro_batches_are_a_partition_within_the_limit(
+    lengths: list[int], max_tokens: int
+) -> None:
+    batches = list(micro_batches(lengths, max_tokens))
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        width = max(lengths[i] for i in batch)
+        assert len(batch) == 1 or width * len(batch) <= max_tokens
+    for left, right in zip(batches, batches[1:], strict=False):
+        assert max(lengths[i] for i in left) <= min(lengths[i] for i in right)
+        assert lengths[right[0]] * (len(left) + 1) > max_tokens, "a batch was closed too early"
+
+
+# --------------------------------------------------------------------------- opening a model
+
+
+@pytest.mark.parametrize("name", list(tiny.SAVERS))
+def test_manifest_needs_no_weights(tiny_models: dict[str, str], name: str) -> None:
+    """An engine works out what it must be sent from the config alone."""
+    model = load(tiny_models[name])
+    empty = empty_model(tiny_models[name])
+    assert all(p.is_meta for p in empty.parameters())
+    assert manifest(empty, torch.bfloat16) == manifest(model, torch.bfloat16)
+    # What is published is the whole model: as many numbers as its file has.
+    files = Path(tiny_models[name]).glob("*.safetensors")
+    stored = sum(tensor.size for file in files for tensor in load_file(file).values())
+    assert sum(parameter.numel() for _, parameter in named_weights(model)) == stored
+
+
+def test_a_tied_head_is_left_out(tiny_llama: str, tiny_llama_untied: str) -> None:
+    tied = {name for name, _ in named_weights(load(tiny_llama))}
+    untied = {name for name, _ in named_weights(load(tiny_llama_untied))}
+    assert untied - tied == {"lm_head.weight"}
+
+
+def test_models_open_without_dropout(tiny_gpt2: str) -> None:
+    model = load(tiny_gpt2)
+    assert model.config.attn_pdrop > 0 and not model.training
+    prompts, responses = samples()
+    first, second = (
+        response_logprobs(model, prompts, responses, temperature=1.0) for _ in range(2)
+    )
+    assert torch.equal(first, second)
+
+
+def test_stop_tokens_come_from_tokenizer_and_generation_config(tmp_path: Path) -> None:
+    tiny.save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert stop_token_ids(str(tmp_path), tokenizer) == [tiny.EOS]  # no generation_config.json
+    for eos, want in ([7, [2, 7]], [[9, 7, 2], [2, 7, 9]], [None, [2]]):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        assert stop_token_ids(str(tmp_path), tokenizer) == want
+
+
+def test_context_length_comes_from_the_config(tiny_gpt2: str, tiny_llama: str) -> None:
+    assert modeling.context_length(tiny_llama) == tiny.MAX_LENGTH
+    assert modeling.context_length(tiny_gpt2) == tiny.MAX_LENGTH
+
+
+def test_a_folder_that_is_no_model_names_the_key(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model.path"):
+        load(str(tmp_path))
+    with pytest.raises(ValueError, match="model.path"):
+        modeling.context_length(str(tmp_path))
+    with pytest.raises(ValueError, match="no config.json"):
+        modeling.resolve_path(modeling.ModelConfig(path=str(tmp_path)), None)
+    with pytest.raises(ValueError, match="model.path is missing"):
+        modeling.resolve_path(modeling.ModelConfig(), None)
+
+
+def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path) -> None:
+    LlamaConfig().save_pretrained(tmp_path)
+    tiny.save_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    options = json.loads(file.read_text())
+    del options["eos_token"]
+    file.write_text(json.dumps(options))
+    with pytest.raises(ValueError, match="no end-of-text token"):
+        load_tokenizer(str(tmp_path))
