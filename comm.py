@@ -178,6 +178,7 @@ class Control:
         # itself (Ctrl-Z, a long call under the interpreter's lock) accuses nobody.
         self._seen: dict[int, tuple[bytes, float]] = {}  # rank -> last heartbeat, silent seconds
         self._beat = 0
+        self._store_is_lost = False
         self._store.set(self._key(ranks.rank), "0")
         self._threads = [
             threading.Thread(target=self._exchange, name="control", daemon=True),
@@ -205,6 +206,11 @@ class Control:
         with self._lock:
             self._what, self._stuck_s = what, 0.0
             self._limit_s = self.timeout_s if limit_s is None else limit_s
+
+    def alive(self) -> None:
+        """What was announced by `progress` goes on: its time starts anew."""
+        with self._lock:
+            self._stuck_s = 0.0
 
     def leave(self, reason: str) -> None:
         """Ends this process quietly, non-zero: something else ended the job."""
@@ -260,7 +266,9 @@ class Control:
         return answer[0].decode() == line if answer else self.ranks.rank <= 1
 
     def _ask_store(self, request: Callable[[], None]) -> None:
-        """Gives up soon: a store whose process is stopped never answers."""
+        """Gives up soon, and for good: a store whose process is stopped never answers."""
+        if self._store_is_lost:
+            return
 
         def target() -> None:
             with suppress(RuntimeError):
@@ -269,6 +277,7 @@ class Control:
         thread = threading.Thread(target=target, name="request", daemon=True)
         thread.start()
         thread.join(timeout=_STORE_WAIT_S)
+        self._store_is_lost = thread.is_alive()
 
     def _end(self, *, code: int = 1) -> None:
         deadline = threading.Timer(_CLEANUP_S, os._exit, [code])

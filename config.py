@@ -17,7 +17,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigTypeError, ValidationError
 
@@ -294,12 +294,6 @@ def _check_schedules(cfg: DictConfig) -> None:
             check()
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-    warm = cfg.trainer.lr.warmup_steps + cfg.trainer.lr.decay_steps
-    if warm > cfg.trainer.steps:
-        raise ValueError(
-            f"trainer.lr.warmup_steps + trainer.lr.decay_steps = {warm} exceeds "
-            f"trainer.steps={cfg.trainer.steps}: lower one of them or raise trainer.steps"
-        )
 
 
 def check_lengths(
@@ -345,11 +339,13 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         except HydraException:  # one of the choices is the mistake
             cfg = compose("config")
     cause = error.__cause__ or error
-    if isinstance(cause, ValidationError):
+    if isinstance(cause, ValidationError | ConfigTypeError):
         reason = str(cause).partition("\n")[0]
+        if reason.endswith("is not Optional"):
+            reason = "can't be null"
         return f"{cause.full_key}: {reason[:1].lower()}{reason[1:]}"
-    if isinstance(cause, ConfigTypeError):
-        return f"{cause.full_key}: {str(cause).partition(chr(10))[0]}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} is not of the form key=value"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return explain_unknown_key(cfg, overrides) or " ".join(lines[:4])
 

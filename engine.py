@@ -17,14 +17,19 @@ import logging
 import os
 import signal
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import model as modeling
 from weights import Receiver, TensorSpec, WeightUpdate, manifest, named_weights
@@ -105,6 +110,10 @@ def engine_port(rank_on_node: int, job: str) -> int:
     return _FIRST_PORT + (slot * _RANKS_PER_JOB + rank_on_node % _RANKS_PER_JOB) * _PORTS_PER_RANK
 
 
+def _nothing() -> None:
+    pass
+
+
 def check_engine(name: str) -> None:
     """Raises ValueError if the engine can't be used here."""
     if name not in ("vllm", "hf"):
@@ -125,6 +134,7 @@ class VLLMEngine:
     """vLLM, its core and workers in child processes of their own."""
 
     def __init__(self, cfg: EngineConfig, options: EngineOptions) -> None:
+        self.on_step: Callable[[], None] = _nothing
         self._options = options
         on_gpu = options.device.type == "cuda"
         before = _child_pids()
@@ -164,7 +174,7 @@ class VLLMEngine:
             flat_logprobs=True,
             detokenize=False,
         )
-        outputs = self._llm.generate(_token_prompts(prompts), params, use_tqdm=False)
+        outputs = self._run(prompts, params)
         return [
             [
                 Completion(
@@ -182,7 +192,7 @@ class VLLMEngine:
         params = self._sampling_params(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
         )
-        outputs = self._llm.generate(_token_prompts(sequences), params, use_tqdm=False)
+        outputs = self._run(sequences, params)
         return [
             np.array(
                 [
@@ -195,6 +205,16 @@ class VLLMEngine:
             )
             for sequence, output in zip(sequences, outputs, strict=True)
         ]
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+        """`LLM.generate`, telling `on_step` after every decoding step that the engine is alive."""
+        tokens = [{"prompt_token_ids": [int(t) for t in prompt]} for prompt in prompts]
+        self._llm.enqueue(tokens, params, use_tqdm=False)
+        outputs = []
+        while self._llm.llm_engine.has_unfinished_requests():
+            outputs += [o for o in self._llm.llm_engine.step() if o.finished]
+            self.on_step()
+        return sorted(outputs, key=lambda output: int(output.request_id))
 
     def join_weights(self, **options: Any) -> None:
         """Starts receiving weights; `options` are the keywords of `weights.Receiver`."""
@@ -235,10 +255,6 @@ class VLLMEngine:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-
-
-def _token_prompts(prompts: Sequence[Sequence[int]]) -> list[dict]:
-    return [{"prompt_token_ids": [int(token) for token in prompt]} for prompt in prompts]
 
 
 @contextmanager
@@ -298,6 +314,7 @@ class HFEngine:
     """transformers' `generate`, in this process."""
 
     def __init__(self, cfg: EngineConfig, options: EngineOptions) -> None:
+        self.on_step: Callable[[], None] = _nothing
         self._options = options
         self._batch_size = cfg.max_num_seqs
         self._model = modeling.load_policy(
@@ -306,6 +323,8 @@ class HFEngine:
             dtype=options.dtype,
             trust_remote_code=options.trust_remote_code,
         )
+        # The folder's own may hold a repetition penalty and the like: not the policy's distribution.
+        self._model.generation_config = GenerationConfig()
         self._generator_seed = options.seed
         self._calls = 0
         self._receiver: Receiver | None = None
@@ -332,7 +351,7 @@ class HFEngine:
         for row, prompt in enumerate(prompts):
             input_ids[row, width - len(prompt) :] = torch.as_tensor([int(t) for t in prompt])
             mask[row, width - len(prompt) :] = 1
-        recorder = _LogprobRecorder(width)
+        recorder = _LogprobRecorder(width, self.on_step)
         greedy = sampling.temperature == 0.0
         self._calls += 1
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -428,12 +447,14 @@ class _LogprobRecorder:
     are kept until the token that was drawn from them is seen: never more than [B, V].
     """
 
-    def __init__(self, prompt_width: int) -> None:
+    def __init__(self, prompt_width: int, on_step: Callable[[], None]) -> None:
         self._width = prompt_width
+        self._on_step = on_step
         self._scores: torch.Tensor | None = None
         self._logprobs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._on_step()
         self._take(input_ids)
         self._scores = scores.float().log_softmax(-1)
         return scores

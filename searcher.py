@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from comm import Channel, Control, Kind, Ranks
 from engine import Completion, HFEngine, Sampling, VLLMEngine
-from evaluate import greedy_scores
+from evaluate import greedy_scores, response_texts
 from metrics import IdleClock
 from model import unique_response_logprobs
 from tasks.task import Problem, Task
@@ -81,6 +81,7 @@ def search(cfg: SearcherConfig, parts: SearcherParts, *, prompts_per_call: int, 
         max_tokens=parts.max_response_tokens,
     )
     update = take_weights(parts, wait_for=0)
+    assert update is not None
     parts.clock.start()
     while not update.final:
         ids = [next(stream) for _ in range(prompts_per_call)]
@@ -140,8 +141,7 @@ def probe(parts: SearcherParts, update: WeightUpdate) -> float:
 def evaluate(parts: SearcherParts, update: WeightUpdate) -> None:
     """Greedy rewards on this searcher's share of the held-out problems, sent to trainer 0."""
     start = time.monotonic()
-    limit_s = parts.control.timeout_s * max(1.0, len(parts.held_out) / 256)
-    parts.control.progress("evaluating held-out problems", limit_s)
+    parts.control.progress("evaluating held-out problems")
     rewards = greedy_scores(
         parts.engine,
         parts.task,
@@ -175,7 +175,7 @@ def score(
     flat = [(i, completion) for i, group in zip(ids, groups, strict=True) for completion in group]
     prompts = [parts.prompt_tokens[i] for i, _ in flat]
     responses = [completion.tokens for _, completion in flat]
-    texts = parts.tokenizer.batch_decode(responses, skip_special_tokens=True)
+    texts = response_texts(parts.tokenizer, [completion for _, completion in flat])
     rewards = parts.task.score([parts.problems[i] for i, _ in flat], texts)
     reference = unique_response_logprobs(
         parts.reference,

@@ -369,6 +369,7 @@ def build_searcher(setup: Setup, control: Control, channel: Channel) -> Searcher
         ),
     )
     control.cleanups.append(engine.kill)
+    engine.on_step = control.alive
     reference = load_model(setup)
     if setup.cores and ranks.world_size > 1:
         pin_process(os.getpid(), setup.cores)

@@ -554,6 +554,19 @@ def test_a_longer_limit_holds_for_one_activity(tmp_path):
         assert job.ended(within_s=60)[0] == [0, 0]
 
 
+def goes_on(ranks: Ranks, control: Control, channel: Channel) -> None:
+    control.progress("evaluating")
+    for _ in range(25):
+        control.alive()
+        time.sleep(0.1)
+    channel.close()
+
+
+def test_signs_of_life_put_the_watchdog_off(tmp_path):
+    with Job(tmp_path, goes_on, 2, timeout_s=1.0) as job:
+        assert job.ended(within_s=60)[0] == [0, 0]
+
+
 def sends_a_little(ranks: Ranks, control: Control, channel: Channel) -> None:
     if ranks.is_searcher:
         for trainer in range(ranks.num_trainers):

@@ -26,9 +26,25 @@ def schema() -> None:
     config.register()
 
 
-def composed(*overrides: str) -> DictConfig:
+SIZES = [  # what the tests reckon with, whatever the files of conf/ choose
+    "trainer.steps=300",
+    "trainer.batch_size=140",
+    "trainer.responses_per_prompt=20",
+    "trainer.publish_every=1",
+    "trainer.lr.warmup_steps=20",
+    "trainer.lr.decay_steps=0",
+    "searcher.responses_per_prompt=20",
+    "buffer.capacity_per_prompt=100",
+]
+
+
+def chosen(*overrides: str) -> DictConfig:
     with initialize_config_dir(version_base="1.3", config_dir=config.conf_dir()):
         return compose("config", overrides=["engine=hf", *overrides])
+
+
+def composed(*overrides: str) -> DictConfig:
+    return chosen(*SIZES, *overrides)
 
 
 def complaint(cfg: DictConfig, world_size: int = 2) -> str:
@@ -55,6 +71,7 @@ def complaint(cfg: DictConfig, world_size: int = 2) -> str:
         (["mode=sync", "loss=rloo"], 1),
         (["trainer.beta.final=0.004", "trainer.beta.stop_step=100"], 2),
         (["trainer.max_grad_norm=null", "seed=0", "eval.every=0", "run.rollouts_every=0"], 2),
+        (["trainer.steps=3"], 2),  # shorter than its warm-up: a trial run
         (["buffer=softmax", "buffer.rule.inverse_temperature=0"], 2),
     ],
 )
@@ -93,7 +110,7 @@ MISTAKES = [
     (
         ["searcher.responses_per_prompt=10"],
         2,
-        ["searcher.responses_per_prompt=10", "raise S to 20"],
+        ["responses_per_prompt=10", "raise S to 20"],
     ),
     (["trainer.responses_per_prompt=1"], 2, ["trainer.responses_per_prompt=1", "at least 2"]),
     (["mode=sync"], 4, ["mode=sync", "7 prompts", "3 searchers", "trainer.batch_size"]),
@@ -125,8 +142,6 @@ MISTAKES = [
         2,
         ["trainer.beta:", "stop_step (20)", "target_step (10)"],
     ),
-    (["trainer.steps=10"], 2, ["warmup_steps", "= 20", "trainer.steps=10", "raise"]),
-    (["trainer.lr.decay_steps=290"], 2, ["trainer.lr.decay_steps", "= 310", "=300"]),
     (["trainer.lr.kind=cosine"], 2, ["trainer.lr.kind='cosine'", "wsd, linear, constant"]),
     (["trainer.lr.min_ratio=2"], 2, ["trainer.lr.min_ratio=2", "between 0.0 and 1.0"]),
     (["trainer.precision=fp16"], 2, ["trainer.precision='fp16'", "float32, bfloat16"]),
@@ -197,7 +212,7 @@ def test_vllm_must_be_installed_to_be_chosen(monkeypatch):
             [],
             [[1] * 8, [1] * 11, [1] * 9],
             None,
-            ["2 prompts", "prompt 1 has 11", "raise it to 11"],
+            ["2 prompts", "prompt 1 has 11", "it to 11"],
         ),
         (["task.max_response_tokens=60"], [[1]], 64, ["= 68", "64 tokens", "to 56 or less"]),
         (["task.max_prompt_tokens=64"], [[1]], 64, ["max_prompt_tokens=64", "64 tokens", "lower"]),
@@ -233,7 +248,7 @@ TYPOS = {
     "eval.evry=2": "eval.every",
     "run.nmae=a": "run.name",
     "sead=2": "seed",
-    "modle=tiny": "model",
+    "taks=gsm8k": "task",
     "batch_size=20": "trainer.batch_size",
     "loss.normalise=true": "loss.normalize",
     "task.max_operands=9": "task.max_operand",
@@ -281,10 +296,10 @@ def test_good_overrides_need_no_explanation():
         ("trainer.steps=1.5", ["trainer.steps", "'1.5'", "Integer"]),
         ("trainer.lr.peak=high", ["trainer.lr.peak", "'high'", "Float"]),
         ("buffer.deduplicate=perhaps", ["buffer.deduplicate", "'perhaps'", "bool"]),
-        ("trainer.steps=null", ["trainer.steps", "null", "not"]),
+        ("trainer.steps=null", ["trainer.steps: can't be null"]),
         ("trainer=3", ["trainer"]),
         ("loss=ppo", ["loss/ppo", "rloo", "tb_vargrad"]),
-        ("trainer.steps=[", ["trainer.steps=["]),
+        ("trainer.steps=[", ["'trainer.steps=['", "key=value"]),
     ],
 )
 def test_a_value_that_does_not_fit_is_named(override, fragments):
@@ -297,8 +312,6 @@ COMMANDS = {
     "list": ["--cfg", "job"],
     "unknown key": ["trainer.stepz=3"],
     "wrong type": ["trainer.steps=abc"],
-    "wrong value": ["engine=hf", "mode=sync", "trainer.batch_size=33"],
-    "wrong target": ["engine=hf", "loss._target_=losses.tb"],
 }
 
 
@@ -341,7 +354,6 @@ def test_the_command_lists_its_config(commands):
     [
         ("unknown key", ["error: unknown key trainer.stepz; did you mean trainer.steps?"]),
         ("wrong type", ["error: trainer.steps: value 'abc'", "Integer"]),
-        ("wrong value", ["error: trainer.batch_size=33", "try 20"]),
     ],
 )
 def test_the_command_answers_a_mistake_with_one_line(commands, name, fragments):
@@ -350,14 +362,6 @@ def test_the_command_answers_a_mistake_with_one_line(commands, name, fragments):
     (line,) = err.splitlines()
     for fragment in fragments:
         assert fragment in line
-
-
-def test_the_command_says_which_target_is_wrong(commands):
-    code, out, err, files = commands["wrong target"]
-    assert (code, out, files) == (2, "", [])
-    *notice, line = err.splitlines()
-    assert line.startswith("error: loss._target_='losses.tb' can't be imported")
-    assert notice == ["one process (no torchrun): mode=sync"]
 
 
 # --------------------------------------------------------------------------- the yaml files
@@ -382,7 +386,7 @@ def test_there_are_choices_in_every_group():
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes_and_its_targets_take_its_keys(group, choice):
     pick = f"+{group}={choice}" if group == "experiment" else f"{group}={choice}"
-    cfg = composed(pick)
+    cfg = chosen(pick)
     config.validate(cfg, make_ranks(0, 8, cfg.cluster.trainers))
 
 

@@ -335,7 +335,8 @@ def rank_pinned_then_wait_for_newer(rank: int, size: int) -> list[int] | None:
         model = Weights()
         publisher = make_publisher(model, port, size - 1)
         publisher.publish(model, 0, evaluate=True)
-        publisher.publish(model, 1)
+        while not publisher.publish(model, 1):
+            time.sleep(0.01)  # version 0 has not left yet
         publisher.close()
         return None
     receiver, _ = start_receiver(rank, size, port)
@@ -495,7 +496,7 @@ def rank_killed(rank: int, size: int, victim: int, closing: bool) -> tuple[str, 
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         store.set("victim", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL)
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + (0.5 if closing else 10.0)
     while time.monotonic() < deadline:
         try:
             receiver.take()
@@ -514,17 +515,21 @@ def wait_until_dead(pid: int) -> None:
 def test_a_killed_receiver_makes_publish_raise_within_seconds(
     num_receivers: int, victim: int
 ) -> None:
+    """And no other receiver waits for ever for what the dead one should have passed on."""
     results = run_ranks(rank_killed, 1 + num_receivers, victim, False, may_die=[victim])
     error, seconds = results[0]
-    assert "publishing weights failed" in error or "has not finished" in error
-    assert seconds < 8
+    assert "publishing weights failed" in error
+    assert seconds < 4
+    survivors = [results[rank] for rank in range(1, 1 + num_receivers) if rank != victim]
+    assert all("receiving weights failed" in error for error in survivors), survivors
 
 
 @pytest.mark.parametrize("victim", [1, 2, 3])
 def test_a_killed_receiver_does_not_hang_close(victim: int) -> None:
     results = run_ranks(rank_killed, 4, victim, True, may_die=[victim])
-    _error, seconds = results[0]
-    assert seconds < 8
+    error, seconds = results[0]
+    assert not error or "publishing weights failed" in error  # the last header may still leave
+    assert seconds < 4
 
 
 def rank_never_comes(rank: int, size: int) -> tuple[bool, str, float] | None:

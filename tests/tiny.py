@@ -78,9 +78,12 @@ def save_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def save_llama(folder: Path, *, tied: bool = True, seed: int = 0) -> str:
+def save_llama(
+    folder: Path, *, tied: bool = True, max_length: int = MAX_LENGTH, seed: int = 0
+) -> str:
     """Llama with grouped-query attention."""
-    return save(LlamaConfig(**_ROPE, tie_word_embeddings=tied), folder, seed=seed)
+    options = {**_ROPE, "max_position_embeddings": max_length, "tie_word_embeddings": tied}
+    return save(LlamaConfig(**options), folder, seed=seed)
 
 
 def save_gpt2(folder: Path, *, seed: int = 0) -> str:

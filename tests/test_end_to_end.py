@@ -1,0 +1,313 @@
+"""The user's own command, torchrun and all: runs that learn, and runs that must end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+FAST = [
+    "task=digits",
+    "model=custom",
+    "trainer.batch_size=64",
+    "trainer.responses_per_prompt=8",
+    "searcher.responses_per_prompt=8",
+    "searcher.prompts_per_call=16",
+    "buffer.initial_trajectories=64",
+    "trainer.lr.peak=2e-3",
+    "trainer.lr.warmup_steps=5",
+    "trainer.beta.initial=0.05",
+    "cluster.timeout_s=90",
+    "eval.every=20",
+    "run.log_every_s=2",
+]
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory) -> str:
+    from sft import tiny_model, tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("models") / "random"
+    tokenizer = tiny_tokenizer()
+    tiny_model(tokenizer, seed=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def command(num_ranks: int, *overrides: str) -> list[str]:
+    """torchrun train.py on `num_ranks` ranks; plain python for 0."""
+    if num_ranks:
+        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}"]
+        # a rendezvous of its own on a free port, so that runs side by side can't meet
+        launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    else:
+        launcher = []
+    return [sys.executable, *launcher, "train.py", "--config-dir", "tests/conf", *overrides]
+
+
+def environment() -> dict[str, str]:
+    return {
+        **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")},
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def run(num_ranks: int, *overrides: str, timeout_s: float = 240) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(num_ranks, *overrides),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def learns(tmp_path: Path, model: str, num_ranks: int, *overrides: str) -> dict:
+    """Runs the digits task and checks what every whole run must show; returns its summary."""
+    steps = [] if any(o.startswith("trainer.steps=") for o in overrides) else ["trainer.steps=60"]
+    done = run(
+        num_ranks,
+        *FAST,
+        *steps,
+        f"model.path={model}",
+        f"run.root={tmp_path}",
+        "run.name=run",
+        *overrides,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "run"
+    summary = summary_of(folder)
+    assert summary["accuracy_before"] < 0.4
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.3
+    assert summary["engine_logprob_gap"] < 1e-3
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert max(r["step"] for r in records) == summary["steps"]
+    assert (folder / "training.png").stat().st_size > 10_000
+    assert "prompt" in (folder / "rollouts" / "rollouts.jsonl").read_text()
+    assert (folder / "config.yaml").is_file() and list((folder / "tensorboard").iterdir())
+    assert "step 60/60" in done.stderr or "step 60/60" in done.stdout
+    return summary
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "trainers"), [(2, 1), (3, 1), (4, 2)], ids=["1+1", "1+2", "2+2"]
+)
+def test_asynchronous_runs_learn(tmp_path, random_model, num_ranks, trainers):
+    summary = learns(
+        tmp_path, random_model, num_ranks, "engine=hf", f"cluster.trainers={trainers}"
+    )
+    assert summary["staleness_max"] >= 1  # nothing waited for the trainer
+
+
+def test_one_process_learns_in_lockstep(tmp_path, random_model):
+    summary = learns(tmp_path, random_model, 0, "engine=hf", "loss=rloo")
+    assert summary["staleness_max"] == 0  # on-policy, every response of it
+
+
+def test_lockstep_over_ranks_is_on_policy(tmp_path, random_model):
+    summary = learns(tmp_path, random_model, 3, "engine=hf", "mode=sync", "loss=rloo")
+    assert summary["staleness_max"] == 0
+    assert summary["trajectories"] == summary["trained_trajectories"] == 60 * 64
+
+
+@pytest.mark.vllm
+def test_vllm_run_learns_and_its_checkpoint_opens(tmp_path, random_model):
+    pytest.importorskip("vllm")
+    learns(tmp_path, random_model, 2, "engine=vllm")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path / "run" / "checkpoints" / "step-60"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer("500:", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        answer = model.generate(tokens, max_new_tokens=3, do_sample=False)[0, tokens.shape[1] :]
+    assert tokenizer.decode(answer).isdigit()  # the policy that was trained, not the one before
+
+
+# --------------------------------------------------------------------------- ending
+
+
+class Job:
+    """A run in the background, its output in a file."""
+
+    def __init__(self, tmp_path: Path, num_ranks: int, *overrides: str) -> None:
+        self.log = tmp_path / "output.txt"
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(
+                command(num_ranks, *FAST, *overrides),
+                cwd=ROOT,
+                env=environment(),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_for(self, pattern: str, timeout_s: float = 120) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not re.search(pattern, self.log.read_text()):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, f"no {pattern!r} in\n{self.log.read_text()}"
+            time.sleep(0.1)
+
+    def processes(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def rank(self, rank: int) -> psutil.Process:
+        for process in self.processes():
+            if process.environ().get("RANK") == str(rank) and "train.py" in process.cmdline():
+                return process
+        raise AssertionError(f"no rank {rank}")
+
+    def end(self, timeout_s: float) -> int:
+        """Waits for the job and all its processes; kills and fails if they stay."""
+        everyone = [psutil.Process(self.process.pid), *self.processes()]
+        return self.all_gone(everyone, timeout_s)
+
+    def all_gone(self, everyone: list[psutil.Process], timeout_s: float) -> int:
+        try:
+            code = self.process.wait(timeout=timeout_s)
+            _, alive = psutil.wait_procs(everyone, timeout=20)
+            assert not alive, f"still there: {[p.cmdline() for p in alive]}"
+            return code
+        finally:
+            for process in everyone:
+                if process.is_running():
+                    process.kill()
+
+
+def endless(tmp_path: Path, model: str, engine: str) -> list[str]:
+    return [
+        "trainer.steps=100000",
+        f"model.path={model}",
+        f"engine={engine}",
+        f"run.root={tmp_path}",
+        "run.name=run",
+        "eval.every=0",
+    ]
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=["trainer", "searcher"])
+def test_a_killed_rank_ends_the_job(tmp_path, random_model, victim):
+    job = Job(tmp_path, 3, *endless(tmp_path, random_model, "hf"))
+    job.wait_for(r"step \d+/100000")
+    everyone = [psutil.Process(job.process.pid), *job.processes()]
+    job.rank(victim).kill()
+    assert job.all_gone(everyone, timeout_s=60) != 0
+
+
+@pytest.mark.vllm
+def test_a_killed_searcher_takes_its_engine_along(tmp_path, random_model):
+    pytest.importorskip("vllm")
+    job = Job(tmp_path, 2, *endless(tmp_path, random_model, "vllm"))
+    job.wait_for(r"step \d+/100000", timeout_s=180)
+    everyone = [psutil.Process(job.process.pid), *job.processes()]
+    assert any("EngineCore" in " ".join(p.cmdline()) for p in everyone)
+    job.rank(1).kill()
+    assert job.all_gone(everyone, timeout_s=60) != 0
+
+
+@pytest.mark.vllm
+def test_a_killed_engine_ends_the_job_with_the_reason(tmp_path, random_model):
+    pytest.importorskip("vllm")
+    job = Job(tmp_path, 2, *endless(tmp_path, random_model, "vllm"))
+    job.wait_for(r"step \d+/100000", timeout_s=180)
+    everyone = [psutil.Process(job.process.pid), *job.processes()]
+    engines = [p for p in everyone if "EngineCore" in " ".join(p.cmdline())]
+    engines[0].kill()
+    assert job.all_gone(everyone, timeout_s=90) != 0
+    assert job.log.read_text().count("the job ends:") == 1
+
+
+def test_interrupt_ends_all_ranks_with_the_reason_once(tmp_path, random_model):
+    job = Job(tmp_path, 3, *endless(tmp_path, random_model, "hf"))
+    job.wait_for(r"step \d+/100000")
+    everyone = [psutil.Process(job.process.pid), *job.processes()]
+    for process in everyone:  # as a terminal does: to every process of the foreground
+        process.send_signal(signal.SIGINT)
+    assert job.all_gone(everyone, timeout_s=60) != 0
+    assert job.log.read_text().count("interrupted (Ctrl-C)") == 1
+
+
+def test_a_failing_reward_is_named_once_and_ends_all_ranks(tmp_path, random_model):
+    job = Job(
+        tmp_path,
+        3,
+        *endless(tmp_path, random_model, "hf"),
+        "task._target_=tests.test_end_to_end.Failing",
+    )
+    assert job.end(timeout_s=120) != 0
+    text = job.log.read_text()
+    assert text.count("the job ends:") == 1
+    assert "RuntimeError: this reward always fails" in text
+
+
+# --------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["task=gsm8k", "task.data_dir=/nowhere"], ["task.data_dir", "/nowhere"]),
+        (["model=custom", "model.path=/nowhere"], ["model.path", "/nowhere"]),
+        (["task=digits", "task.max_response_tokens=600"], ["task.max_response_tokens", "512"]),
+        (["task=digits", "task.max_prompt_tokens=2"], ["task.max_prompt_tokens", "4"]),
+    ],
+    ids=["data", "model", "context", "prompt"],
+)
+def test_a_mistake_in_data_or_model_is_one_line(tmp_path, random_model, overrides, words):
+    if "model=custom" not in overrides:
+        overrides = ["model=custom", f"model.path={random_model}", *overrides]
+    done = run(2, "engine=hf", f"run.root={tmp_path}", *overrides)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "the job ends" in line]
+    assert len(lines) == 1, done.stderr
+    assert all(word in lines[0] for word in words), lines[0]
+    assert "Traceback" not in done.stderr.split("torch.distributed.elastic")[0]
+    assert not list(tmp_path.iterdir())  # nothing was started
+
+
+def test_an_existing_run_folder_is_refused(tmp_path, random_model):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "summary.json").write_text("{}")
+    done = run(
+        2,
+        *FAST,
+        "engine=hf",
+        f"model.path={random_model}",
+        f"run.root={tmp_path}",
+        "run.name=taken",
+    )
+    assert done.returncode != 0
+    assert "run.name='taken'" in done.stderr
+    assert (tmp_path / "taken" / "summary.json").read_text() == "{}"
+
+
+class Failing:
+    """Digits whose reward always fails."""
+
+    def __new__(cls, **options):
+        from tests.digits import Digits
+
+        task = Digits(**options)
+
+        def fail(problems, responses):
+            raise RuntimeError("this reward always fails")
+
+        task.score = fail
+        return task

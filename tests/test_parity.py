@@ -1,0 +1,333 @@
+"""The real vLLM engine, the transformers engine and the trainer agree on log-probs.
+
+Engines take tens of seconds to start, so tests share them; each test publishes what it needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import tiny
+from engine import Completion, EngineConfig, EngineOptions, HFEngine, Sampling, VLLMEngine
+from model import load_policy, response_logprobs
+from ranks import free_port
+from weights import Publisher, WeightUpdate, _alive
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make setup)"
+    ),
+]
+
+TOLERANCE = 1e-3  # nats a token, float32
+MAX_LENGTH = 512
+# vLLM caches whole blocks of a prompt's keys and values, of 128 tokens on CPU: shorter prompts
+# would never be cached, and a stale cache never be seen.
+PROMPT_LENGTHS = [3, 140, 300, 17]
+CPU = torch.device("cpu")
+SAMPLING = Sampling(n=4, temperature=0.7, max_tokens=12)
+
+
+def make_prompts() -> list[np.ndarray]:
+    return tiny.random_tokens(np.random.default_rng(0), PROMPT_LENGTHS)
+
+
+def start_engine(
+    path: str, kind: type[VLLMEngine] | type[HFEngine], *, seed: int, dtype: torch.dtype
+) -> VLLMEngine | HFEngine:
+    options = EngineOptions(
+        path=path,
+        stop_token_ids=[tiny.EOS],
+        pad_token_id=tiny.PAD,
+        max_model_len=MAX_LENGTH,
+        dtype=dtype,
+        device=CPU,
+        seed=seed,
+        cores=sorted(os.sched_getaffinity(0))[-1:],
+        port=free_port(),
+    )
+    return kind(EngineConfig(max_num_seqs=32, kv_cache_gb=0.25), options)
+
+
+@dataclass
+class Rig:
+    """A float32 policy, engines that hold its weights, and the publisher between them."""
+
+    path: str
+    dtype: torch.dtype  # of the engines
+    kinds: tuple[type, ...] = (VLLMEngine, HFEngine)
+    version: int = -1
+    engines: list[VLLMEngine | HFEngine] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.policy = load_policy(self.path, device=CPU, dtype=torch.float32)
+        self.engines = [
+            start_engine(self.path, kind, seed=1, dtype=self.dtype) for kind in self.kinds
+        ]
+        self.first = samples(self.engines[0])
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        wire = {
+            "host": "127.0.0.1",
+            "port": self.store.port,
+            "backend": "gloo",
+            "bucket_bytes": 1 << 14,
+        }
+        size = 1 + len(self.engines)
+        self.publisher = Publisher(
+            self.policy,
+            num_workers=len(self.engines),
+            dtype=self.dtype,
+            timeout_s=60,
+            meeting_timeout_s=60,
+            **wire,
+        )
+        for rank, engine in enumerate(self.engines, start=1):
+            engine.join_weights(rank=rank, size=size, timeout_s=60, **wire)
+
+    def publish(self) -> None:
+        self.version += 1
+        assert self.publisher.publish(self.policy, self.version, meta={"version": self.version})
+
+    def update(self) -> list[WeightUpdate]:
+        """Publishes the policy as it is and loads it everywhere."""
+        self.publish()
+        updates = [
+            engine.update(wait_for=self.version, timeout_s=60) for engine in self.engines
+        ]
+        assert [u.version for u in updates] == [self.version] * len(updates)
+        assert all(u.meta == {"version": self.version} for u in updates)
+        return updates
+
+    def move(self, spread: float = 0.05) -> None:
+        """Another policy: every parameter changes."""
+        torch.manual_seed(100 + self.version)
+        tiny.perturb(self.policy, spread)
+
+    def gaps(self, groups: list[list[Completion]], temperature: float) -> np.ndarray:
+        """|engine - trainer| of the recorded log-prob of every token."""
+        flat = [(p, c) for p, group in zip(make_prompts(), groups, strict=True) for c in group]
+        with torch.no_grad():
+            want = response_logprobs(
+                self.policy,
+                [p for p, _ in flat],
+                [c.tokens for _, c in flat],
+                temperature=temperature,
+            )
+        return np.abs(np.concatenate([c.logprobs for _, c in flat]) - want.numpy())
+
+    def close(self) -> None:
+        self.publisher.close()
+        for engine in self.engines:
+            engine.leave_weights()
+            engine.close()
+
+
+def samples(engine: VLLMEngine | HFEngine) -> list[list[int]]:
+    groups = engine.generate(make_prompts(), SAMPLING)
+    return [c.tokens.tolist() for group in groups for c in group]
+
+
+def run_rig(rig: Rig) -> Iterator[Rig]:
+    try:
+        rig.start()
+        yield rig
+        rig.close()
+    finally:
+        for engine in rig.engines:
+            engine.kill()
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    path = tiny.save_llama(
+        tmp_path_factory.mktemp(request.param),
+        tied=request.param == "tied",
+        max_length=MAX_LENGTH,
+    )
+    yield from run_rig(Rig(path, torch.float32))
+
+
+def check(rig: Rig, when: str) -> None:
+    """Both engines agree with the trainer on tokens they sample, and on given ones."""
+    for engine in rig.engines:
+        sampled = rig.gaps(engine.generate(make_prompts(), SAMPLING), SAMPLING.temperature)
+        scores = np.concatenate(engine.score(make_prompts()))
+        with torch.no_grad():
+            want = np.concatenate(
+                [tiny.plain_logprobs(rig.policy, p[:1], p[1:]).numpy() for p in make_prompts()]
+            )
+        scored = np.abs(scores - want)
+        print(
+            f"{type(engine).__name__} {when}: largest gap {sampled.max():.1e} sampled, "
+            f"{scored.max():.1e} scored"
+        )
+        assert sampled.max() < TOLERANCE and scored.max() < TOLERANCE
+
+
+def test_logprobs_agree_before_and_after_updates(rig: Rig) -> None:
+    """The same prompts each time, with prefix caching: keys of old weights must not survive."""
+    check(rig, "at the start")
+    for _ in range(3):
+        before = np.concatenate(rig.engines[0].score(make_prompts()))
+        rig.move()
+        updates = rig.update()
+        check(rig, f"after update {rig.version}, loaded in {updates[0].load_s * 1e3:.0f} ms")
+        after = np.concatenate(rig.engines[0].score(make_prompts()))
+        assert np.abs(after - before).mean() > 0.1, "the update is too small to tell"
+
+
+def test_greedy_tokens_are_the_same(rig: Rig) -> None:
+    sampling = Sampling(n=1, temperature=0.0, max_tokens=20)
+    vllm, hf = (
+        [group[0].tokens.tolist() for group in engine.generate(make_prompts(), sampling)]
+        for engine in rig.engines
+    )
+    assert vllm == hf
+
+
+def test_ends_of_responses(rig: Rig) -> None:
+    """The sampled end-of-text token is there and counts; the limit is told apart from it."""
+    for engine in rig.engines:
+        groups = engine.generate(
+            make_prompts(), Sampling(n=64, temperature=2.0, max_tokens=16)
+        )
+        assert [len(group) for group in groups] == [64] * len(PROMPT_LENGTHS)
+        completions = [c for group in groups for c in group]
+        for c in completions:
+            stops = np.flatnonzero(c.tokens == tiny.EOS).tolist()
+            assert stops == ([] if c.truncated else [len(c.tokens) - 1])
+            assert len(c.tokens) == len(c.logprobs) and (not c.truncated or len(c.tokens) == 16)
+        assert {c.truncated for c in completions} == {True, False}
+        assert rig.gaps(groups, 2.0).max() < TOLERANCE
+
+
+def test_top_p_logprobs_are_those_of_the_nucleus(rig: Rig) -> None:
+    top_p, temperature = 0.8, 1.3
+    (prompt,) = tiny.random_tokens(np.random.default_rng(5), [6])
+    with torch.no_grad():
+        logits = rig.policy(input_ids=torch.tensor(prompt.astype(np.int64))[None]).logits[0, -1]
+    probs, order = (logits.double() / temperature).softmax(-1).sort(descending=True)
+    kept = int((probs.cumsum(0) < top_p).sum()) + 1
+    want = dict(
+        zip(order[:kept].tolist(), (probs[:kept] / probs[:kept].sum()).log().tolist(), strict=True)
+    )
+    for engine in rig.engines:
+        ((*completions,),) = engine.generate(
+            [prompt], Sampling(n=200, temperature=temperature, top_p=top_p, max_tokens=1)
+        )
+        for c in completions:
+            assert c.logprobs[0] == pytest.approx(want[int(c.tokens[0])], abs=TOLERANCE)
+
+
+def test_without_the_reset_the_prefix_cache_would_be_stale(rig: Rig) -> None:
+    """A control for the tests above: it is the reset in `update` that keeps log-probs right."""
+    vllm = rig.engines[0]
+    assert isinstance(vllm, VLLMEngine)
+    sampling = Sampling(n=1, temperature=0.7, max_tokens=8)
+    vllm.generate(make_prompts(), sampling)
+    rig.move()
+    rig.publish()
+    vllm._llm.collective_rpc("tba_take", args=(rig.version, 60.0))  # `update` but for the reset
+    stale = rig.gaps(vllm.generate(make_prompts(), sampling), 0.7)
+    print(f"stale cache: largest gap {stale.max():.2f}")
+    assert stale.max() > 100 * TOLERANCE
+    rig.update()
+    assert rig.gaps(vllm.generate(make_prompts(), sampling), 0.7).max() < TOLERANCE
+
+
+def test_update_without_news_is_none(rig: Rig) -> None:
+    rig.update()
+    assert [engine.update() for engine in rig.engines] == [None, None]
+
+
+# --------------------------------------------------------------------------- other engines
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory):
+    path = tiny.save_llama(tmp_path_factory.mktemp("bf16"), max_length=MAX_LENGTH)
+    yield from run_rig(Rig(path, torch.bfloat16))
+
+
+def test_a_bfloat16_engine_is_near_a_float32_trainer(bf16: Rig) -> None:
+    for _ in range(2):
+        for engine in bf16.engines:
+            gaps = bf16.gaps(engine.generate(make_prompts(), SAMPLING), SAMPLING.temperature)
+            print(
+                f"{type(engine).__name__} bfloat16, version {bf16.version}: mean gap "
+                f"{gaps.mean():.4f}, largest {gaps.max():.3f}"
+            )
+            assert 0 < gaps.mean() < 0.03 and gaps.max() < 0.3
+        bf16.move()
+        bf16.update()
+
+
+def test_engine_ends_with_its_owner_and_other_seeds_give_other_samples(
+    tmp_path: Path,
+) -> None:
+    """SIGKILL leaves the owner no time to end its engine."""
+    path = tiny.save_llama(tmp_path, max_length=MAX_LENGTH)
+    owner = subprocess.Popen(
+        [sys.executable, __file__, path], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    pids: list[int] = []
+    try:
+        said = {}
+        for line in owner.stdout:
+            if line.startswith("{"):
+                said = json.loads(line)
+                break
+        pids = said["pids"]
+        assert pids and all(_alive(pid) for pid in pids)
+        os.kill(owner.pid, signal.SIGKILL)
+        start = time.monotonic()
+        while any(_alive(pid) for pid in pids) and time.monotonic() - start < 20:
+            time.sleep(0.1)
+        seconds = time.monotonic() - start
+        print(f"engine processes gone {seconds:.1f} s after their owner")
+        assert seconds < 10
+        one, other = said["samples"]
+        assert one != other
+    finally:
+        owner.kill()
+        owner.wait()
+        for pid in filter(_alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def own(path: str) -> None:
+    """Starts an engine, tells its processes and samples of its first two calls, and waits."""
+    engine = start_engine(path, VLLMEngine, seed=2, dtype=torch.float32)
+    said = [samples(engine)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    engine.join_weights(
+        host="127.0.0.1",
+        port=store.port,
+        rank=1,
+        size=2,
+        backend="gloo",
+        bucket_bytes=1 << 14,
+        timeout_s=60,
+    )
+    said.append(samples(engine))
+    print(json.dumps({"pids": sorted(engine._pids), "samples": said}), flush=True)
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    own(sys.argv[1])
