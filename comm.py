@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -188,7 +189,7 @@ class Control:
             thread.start()
 
     @classmethod
-    def start(cls, ranks: Ranks, **options: float) -> Control:
+    def start(cls, ranks: Ranks, **options: Any) -> Control:
         """Rank 0 hosts the store on a free port and tells the others over the default group.
 
         `options` are the time-outs of the constructor.

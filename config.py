@@ -220,7 +220,7 @@ def _check_keys(cfg: DictConfig) -> None:
 
     def check(node: DictConfig, typed: DictConfig, prefix: str) -> None:
         for key in node:
-            name = f"{prefix}{key}"
+            name = f"{prefix}{str(key)}"
             if name not in known:
                 raise ValueError(f"unknown key {name}{_did_you_mean(name, known)}")
             inner = None if OmegaConf.is_missing(typed, key) else typed[key]
@@ -260,7 +260,7 @@ def check_target(where: str, node: DictConfig | None) -> None:
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     known = [f"{where}.{name}" for name in parameters]
-    for keyword in (f"{where}.{key}" for key in node if key not in _HYDRA_KEYS):
+    for keyword in (f"{where}.{key}" for key in map(str, node) if key not in _HYDRA_KEYS):
         if keyword not in known:
             raise ValueError(f"unknown key {keyword}{_did_you_mean(keyword, known)}")
 
@@ -294,6 +294,17 @@ def _check_schedules(cfg: DictConfig) -> None:
             check()
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+
+
+def check_num_problems(cfg: DictConfig, ranks: Ranks, count: int) -> None:
+    """Raises ValueError if a searcher would have no prompt, or a trainer too few for a draw."""
+    needed = max(ranks.num_searchers, prompts_per_step(cfg))
+    if count < needed:
+        raise ValueError(
+            f"the task has {count} training prompts, fewer than the {needed} that "
+            f"{ranks.num_searchers} searchers and trainer.batch_size={cfg.trainer.batch_size} "
+            "need: lower trainer.batch_size, or use a larger data set"
+        )
 
 
 def check_lengths(

@@ -18,8 +18,9 @@ import os
 import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,7 @@ class VLLMEngine:
         self.on_step: Callable[[], None] = _nothing
         self._options = options
         on_gpu = options.device.type == "cuda"
+        resource_tracker.ensure_running()  # Python's own child, not to be ended with the engine
         before = _child_pids()
         with _clean_environment(cfg, options):
             import vllm
@@ -157,8 +159,10 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",
                 worker_extension_cls="weights.EngineWeights",
                 disable_log_stats=True,
+                use_tqdm_on_load=False,
             )
-        self._pids = _child_pids() - before
+        self._pids = _with_descendants(_child_pids() - before)
+        self._llm.collective_rpc("tba_start", args=(os.getpid(),))
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling
@@ -224,7 +228,7 @@ class VLLMEngine:
                 self._options.path, self._options.dtype, self._options.trust_remote_code
             )
         ]
-        self._llm.collective_rpc("tba_join", args=(os.getpid(), expected, options))
+        self._llm.collective_rpc("tba_join", args=(expected, options))
 
     def update(self, *, wait_for: int | None = None, timeout_s: float = 0.0) -> WeightUpdate | None:
         """Loads the newest weights that have come, if any (see `weights.Receiver.take`)."""
@@ -268,6 +272,7 @@ def _clean_environment(cfg: EngineConfig, options: EngineOptions) -> Iterator[No
         VLLM_PORT=str(options.port),
         VLLM_LOGGING_LEVEL=cfg.log_level,
         VLLM_NO_USAGE_STATS="1",
+        PYTHONWARNINGS="ignore::FutureWarning",
         VLLM_ENABLE_V1_MULTIPROCESSING="1",
     )
     if options.device.type == "cuda":
@@ -291,7 +296,18 @@ def _clean_environment(cfg: EngineConfig, options: EngineOptions) -> Iterator[No
 def _child_pids() -> set[int]:
     import psutil
 
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+    return {child.pid for child in psutil.Process().children()}
+
+
+def _with_descendants(pids: set[int]) -> set[int]:
+    """Not all descendants of this process: other children of it may start some meanwhile."""
+    import psutil
+
+    found = set(pids)
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            found |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    return found
 
 
 def pin_process(pid: int, cores: Sequence[int]) -> None:
@@ -323,7 +339,7 @@ class HFEngine:
             dtype=options.dtype,
             trust_remote_code=options.trust_remote_code,
         )
-        # The folder's own may hold a repetition penalty and the like: not the policy's distribution.
+        # The folder's may hold a repetition penalty and the like: not the policy's distribution.
         self._model.generation_config = GenerationConfig()
         self._generator_seed = options.seed
         self._calls = 0
@@ -337,13 +353,9 @@ class HFEngine:
         completions: list[Completion] = []
         for start in range(0, len(flat), self._batch_size):
             completions += self._generate(flat[start : start + self._batch_size], sampling)
-        return [
-            completions[i : i + sampling.n] for i in range(0, len(completions), sampling.n)
-        ]
+        return [completions[i : i + sampling.n] for i in range(0, len(completions), sampling.n)]
 
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[Completion]:
+    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         width = max(len(prompt) for prompt in prompts)
         device = self._options.device
         input_ids = torch.full((len(prompts), width), self._options.pad_token_id)
@@ -388,9 +400,7 @@ class HFEngine:
         """Log-prob of every token but the first at temperature 1, float32 [len - 1] each."""
         arrays = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
         return [
-            modeling.response_logprobs(self._model, [a[:1]], [a[1:]], temperature=1.0)
-            .cpu()
-            .numpy()
+            modeling.response_logprobs(self._model, [a[:1]], [a[1:]], temperature=1.0).cpu().numpy()
             for a in arrays
         ]
 

@@ -57,7 +57,9 @@ def accumulate_gradient(
             **output.metrics,
             "tokens": torch.tensor(float(len(batch.policy_logprobs))),
             "policy/entropy_sampled": -batch.policy_logprobs.detach().sum(),
-            "policy/logprob_drift": (batch.policy_logprobs.detach() - batch.behavior_logprobs).abs().sum(),
+            "policy/logprob_drift": (batch.policy_logprobs.detach() - batch.behavior_logprobs)
+            .abs()
+            .sum(),
         }
         for name, value in values.items():
             sums[name] = sums.get(name, 0.0) + torch.as_tensor(value, dtype=torch.float64).cpu()

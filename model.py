@@ -1,9 +1,9 @@
 """Policies: opening one, and the log-probs of given response tokens.
 
 One log-prob contract for policy, reference and engine: token ids end to end; logits are divided by
-the sampling temperature; log-softmax in float32; the sampled end-of-text token counts; the token at
-position i is predicted by the hidden state at i - 1. Sequences are padded on the right, where causal
-attention can't see, so positions start at 0 and no padding mask exists that could be wrong.
+the sampling temperature; log-softmax in float32; the sampled end-of-text token counts; the token
+at position i is predicted by the hidden state at i - 1. Sequences are padded on the right, where
+causal attention can't see, so positions start at 0 and no padding mask exists to be wrong.
 """
 
 from __future__ import annotations
@@ -55,11 +55,13 @@ def load_policy(
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or name; a missing pad token becomes the end-of-text token."""
+    """The tokenizer of a model folder or name; a missing pad token becomes the end of text."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"the tokenizer of model.path={path!r} can't be opened: {error}") from error
+        raise ValueError(
+            f"the tokenizer of model.path={path!r} can't be opened: {error}"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {path!r} has no end-of-text token: set model.tokenizer")
     if tokenizer.pad_token_id is None:
@@ -81,7 +83,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def context_length(path: str, *, trust_remote_code: bool = False) -> int | None:
-    """Most tokens a sequence may have, prompt and response together; None if the config is silent."""
+    """Most tokens a sequence may have, prompt and response together; None: not in the config."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -223,7 +225,7 @@ def unique_response_logprobs(
     autocast: torch.dtype | None = None,
     tokens_per_micro_batch: int,
 ) -> list[np.ndarray]:
-    """Per-response log-probs without gradient, float32 [T] each; equal responses are computed once."""
+    """Per-response log-probs without gradient, float32 [T] each; equal ones computed once."""
     slots: dict[tuple[bytes, bytes], int] = {}
     first: list[int] = []  # index of the first response in each slot
     slot_of: list[int] = []

@@ -1,9 +1,9 @@
 """The searcher's loop: prompts -> generate -> score -> ship -> take weights, forever.
 
 Runs on every searcher rank, in the main thread (in a thread of its own when the world is one rank).
-Consumes: weights (newest version, taken between two generations). Produces: trajectories, to trainer
-p mod T for prompt p; counters; evaluation results. Waits for: nothing in `mode=async`, the weights of
-the next round in `mode=sync`. Ends: after the version marked final, which it evaluates first.
+Consumes: weights (newest version, taken between two generations). Produces: trajectories, to
+trainer p mod T for prompt p; counters; evaluation results. Waits for: nothing in `mode=async`, the
+weights of the next round in `mode=sync`. Ends: after the final version, which it evaluates first.
 arXiv 2503.18929, section 4.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from comm import Channel, Control, Kind, Ranks
 from engine import Completion, HFEngine, Sampling, VLLMEngine
@@ -37,7 +37,9 @@ class SearcherConfig:
 
     responses_per_prompt: int = 20  # S, at least trainer.responses_per_prompt
     prompts_per_call: int = 32  # prompts in one generation; mode=sync derives its own
-    temperature: float = 1.0  # of sampling, of the policy and of the reference: TB holds at this one
+    temperature: float = (
+        1.0  # of sampling, of the policy and of the reference: TB holds at this one
+    )
     top_p: float = 1.0
     max_outstanding: int = 8  # messages under way to trainers before a searcher waits
     reference_tokens_per_micro_batch: int = 8192  # padded tokens per reference forward pass
@@ -51,7 +53,7 @@ class SearcherParts:
     control: Control
     channel: Channel
     engine: VLLMEngine | HFEngine
-    reference: torch.nn.Module
+    reference: PreTrainedModel
     autocast: torch.dtype | None  # of the reference's forward pass
     tokenizer: PreTrainedTokenizerBase
     task: Task
@@ -66,7 +68,9 @@ class SearcherParts:
     clock: IdleClock = field(default_factory=IdleClock)
 
 
-def search(cfg: SearcherConfig, parts: SearcherParts, *, prompts_per_call: int, lockstep: bool) -> None:
+def search(
+    cfg: SearcherConfig, parts: SearcherParts, *, prompts_per_call: int, lockstep: bool
+) -> None:
     """Generates and ships until the final version of the weights has been evaluated.
 
     Args:
@@ -131,9 +135,9 @@ def probe(parts: SearcherParts, update: WeightUpdate) -> float:
     gap = float(np.abs(engine - trainer).mean())
     if not gap <= parts.max_logprob_gap:
         raise RuntimeError(
-            f"version {update.version}: log-probs of engine and trainer differ by {gap:.3f} nats a "
-            f"token (weights.max_logprob_gap={parts.max_logprob_gap}); the engine does not hold the "
-            "published weights, or computes something else with them"
+            f"version {update.version}: log-probs of engine and trainer differ by {gap:.3f} nats "
+            f"a token (weights.max_logprob_gap={parts.max_logprob_gap}); the engine does not hold "
+            "the published weights, or computes something else with them"
         )
     return gap
 
@@ -214,6 +218,7 @@ def ship(parts: SearcherParts, trajectories: Sequence[Trajectory], *, version: i
         "idle_fraction": parts.clock.fraction(),
         "idle_s": parts.clock.seconds(),
     }
+    parts.control.progress("sending trajectories")
     with parts.clock.waiting("channel"):
         for trainer in range(num_trainers):
             part = [t for t in trajectories if t.prompt_id % num_trainers == trainer]

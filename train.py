@@ -10,8 +10,11 @@ the reason printed once by the first that did; 130 after Ctrl-C.
 
 from __future__ import annotations
 
-import json
 import os
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: no C++ frames at a lost peer
+
+import json
 import re
 import signal
 import subprocess
@@ -22,7 +25,6 @@ import traceback
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import hydra
 import numpy as np
@@ -33,7 +35,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 import config
@@ -98,7 +100,7 @@ def run(cfg: DictConfig, *, started: float) -> None:
         heartbeat_timeout_s=cfg.cluster.heartbeat_timeout_s,
         startup_timeout_s=cfg.cluster.startup_timeout_s,
     )
-    signal.signal(signal.SIGTERM, lambda *_: control.leave("SIGTERM"))
+    end_on_signals(control)
     try:
         control.progress("preparing model and data", cfg.cluster.startup_timeout_s)
         setup = prepare(cfg, ranks, started)
@@ -115,19 +117,38 @@ def run(cfg: DictConfig, *, started: float) -> None:
             run_trainer(setup, build_trainer(setup, control, channel, run_dir, trainers))
         else:
             run_searcher(setup, build_searcher(setup, control, channel))
-        control.progress("leaving")
+        control.progress("leaving", cfg.cluster.startup_timeout_s)  # trainer 0 saves the policy
         dist.barrier()
-    except KeyboardInterrupt:
-        control.fail("interrupted (Ctrl-C)", code=130)
     except config.UserError as error:
         control.fail(str(error), code=2)
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
-        logger.error("%s", traceback.format_exc())
-        control.fail(f"{type(error).__name__}: {error}")
+        control.fail(f"{type(error).__name__}: {error}", detail=traceback.format_exc())
     control.close()
     dist.destroy_process_group()
+
+
+def end_on_signals(control: Control) -> None:
+    """Ctrl-C and SIGTERM end this rank at once, wherever its main thread is.
+
+    Python runs signal handlers in the main thread, between bytecodes: not while it waits inside a
+    collective. The byte that the interpreter's own handler writes to a pipe wakes a thread.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while data := os.read(read, 1):
+            if data[0] == signal.SIGINT:
+                control.fail("interrupted (Ctrl-C)", code=130)
+            if data[0] == signal.SIGTERM:
+                control.leave("SIGTERM")
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()
 
 
 def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
@@ -152,6 +173,7 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
         prompt_tokens = encode(tokenizer, problems, task.chat)
         held_out = held_out[: cfg.eval.num_problems]
         held_out_tokens = encode(tokenizer, held_out, task.chat)
+        config.check_num_problems(cfg, ranks, len(problems))
         max_model_len = config.check_lengths(
             cfg,
             [*prompt_tokens, *held_out_tokens],
@@ -194,6 +216,8 @@ def pick_device(cfg: DictConfig, ranks: Ranks) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if count == 0:
+        raise config.UserError("cluster.device=cuda, but torch finds no GPU: set cluster.device=cpu")
     if ranks.local_world_size > count:
         raise config.UserError(
             f"{ranks.local_world_size} ranks on this node but {count} GPUs: start {count} ranks "
@@ -272,20 +296,26 @@ def build_trainer(
         weight_decay=cfg.trainer.weight_decay,
     )
     lead = ranks.rank == 0
-    publisher = Publisher(
-        policy,
-        host=control.host,
-        port=control.port,
-        num_workers=ranks.num_searchers,
-        dtype=setup.engine_dtype,
-        backend=setup.weights_backend,
-        bucket_bytes=cfg.weights.bucket_mb << 20,
-        timeout_s=cfg.cluster.timeout_s,
-        meeting_timeout_s=cfg.cluster.startup_timeout_s,
-    ) if lead else None
-    metrics = Metrics(
-        run_dir, total_steps=cfg.trainer.steps, log_every_s=cfg.run.log_every_s
-    ) if lead else None
+    publisher = (
+        Publisher(
+            policy,
+            host=control.host,
+            port=control.port,
+            num_workers=ranks.num_searchers,
+            dtype=setup.engine_dtype,
+            backend=setup.weights_backend,
+            bucket_bytes=cfg.weights.bucket_mb << 20,
+            timeout_s=cfg.cluster.timeout_s,
+            meeting_timeout_s=cfg.cluster.startup_timeout_s,
+        )
+        if lead
+        else None
+    )
+    metrics = (
+        Metrics(run_dir, total_steps=cfg.trainer.steps, log_every_s=cfg.run.log_every_s)
+        if lead
+        else None
+    )
     return TrainerParts(
         ranks=ranks,
         control=control,
@@ -338,7 +368,7 @@ def make_buffer(setup: Setup) -> Buffer:
     )
 
 
-def load_model(setup: Setup) -> torch.nn.Module:
+def load_model(setup: Setup) -> PreTrainedModel:
     """Policy or reference, in float32 (the forward pass may be autocast)."""
     return modeling.load_policy(
         setup.path,
@@ -427,8 +457,7 @@ def run_both(setup: Setup, control: Control, channel: Channel, run_dir: Path) ->
         try:
             run_searcher(setup, searcher)
         except BaseException as error:
-            traceback.print_exc()
-            control.fail(f"{type(error).__name__}: {error}")
+            control.fail(f"{type(error).__name__}: {error}", detail=traceback.format_exc())
 
     thread = threading.Thread(target=target, name="searcher", daemon=True)
     thread.start()
@@ -462,16 +491,6 @@ def say_once(message: str) -> None:
         time.sleep(5.0)
 
 
-def explain(error: Exception) -> str:
-    """Hydra's or OmegaConf's complaint in one line, with the nearest key where a key is unknown."""
-    overrides = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=config.conf_dir()):
-        plain = hydra.compose("config")
-    unknown = config.explain_unknown_key(plain, overrides)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return unknown or " ".join(lines[:4])
-
-
 if __name__ == "__main__":
     STARTED = time.monotonic()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise to us instead of printing a traceback a rank
@@ -479,5 +498,6 @@ if __name__ == "__main__":
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
-        say_once(explain(error))
+        overrides = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
+        say_once(config.explain(error, overrides))
         sys.exit(2)

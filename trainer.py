@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from buffer import Buffer, Group
 from checkpoint import save_policy
@@ -91,7 +91,7 @@ class TrainerParts:
     ranks: Ranks
     control: Control
     channel: Channel
-    policy: torch.nn.Module
+    policy: PreTrainedModel
     optimizer: torch.optim.Optimizer
     objective: Callable[..., LossOutput]
     buffer: Buffer
@@ -132,7 +132,9 @@ class Arrivals:
     parts: list[dict[str, float]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     truncated: list[bool] = field(default_factory=list)
-    rounds: dict[int, int] = field(default_factory=dict)  # searcher rank -> version it last finished
+    rounds: dict[int, int] = field(
+        default_factory=dict
+    )  # searcher rank -> version it last finished
     idle: dict[int, float] = field(default_factory=dict)  # searcher rank -> idle fraction
     idle_s: dict[int, dict[str, float]] = field(default_factory=dict)
     logprob_gap: dict[int, float] = field(default_factory=dict)
@@ -236,7 +238,9 @@ def take_evaluation(parts: TrainerParts, source: int, values: Mapping[str, Any])
             "eval/seconds": max(share["seconds"] for share in shares.values()),
         }
         parts.metrics.log(version, result)
-        parts.metrics.note(f"held-out accuracy at step {version}: {accuracy:.3f} ({count} problems)")
+        parts.metrics.note(
+            f"held-out accuracy at step {version}: {accuracy:.3f} ({count} problems)"
+        )
 
 
 def fill(parts: TrainerParts, num_prompts: int, initial: int, *, lockstep: bool) -> None:
@@ -252,6 +256,7 @@ def fill(parts: TrainerParts, num_prompts: int, initial: int, *, lockstep: bool)
 
 def wait_for_round(parts: TrainerParts, *, version: int) -> None:
     """Waits until every searcher has shipped what it generated under `version`."""
+    parts.control.progress("waiting for the round's trajectories")
     with parts.clock.waiting("round"):
         while (
             len(parts.arrivals.rounds) < parts.ranks.num_searchers
@@ -262,6 +267,7 @@ def wait_for_round(parts: TrainerParts, *, version: int) -> None:
 
 def draw(cfg: TrainerConfig, parts: TrainerParts, num_prompts: int) -> list[Group]:
     """The step's groups; waits only while the buffer holds no group at all."""
+    parts.control.progress("waiting for trajectories: the buffer has no group to draw")
     while not (groups := parts.buffer.draw(num_prompts, cfg.responses_per_prompt)):
         with parts.clock.waiting("data"):
             receive(parts, timeout_s=0.5)
@@ -489,14 +495,14 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
     wall_s = time.monotonic() - totals.training_started
     idle = parts.clock.fraction()
     rates = state_metrics(parts, version=cfg.steps)
+    parts.control.progress("waiting for the last evaluation", parts.control.startup_timeout_s)
     if parts.metrics is None:
         parts.channel.close()
         return
-    parts.control.progress("waiting for the last evaluation", 2 * parts.control.timeout_s)
     while cfg.steps not in arrivals.accuracy:
         receive(parts, timeout_s=0.5)
     parts.control.progress("saving the policy", parts.control.startup_timeout_s)
-    summary = {
+    summary: dict[str, Any] = {
         "accuracy_before": arrivals.accuracy.get(0),
         "accuracy_after": arrivals.accuracy[cfg.steps],
         "steps": cfg.steps,

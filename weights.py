@@ -390,8 +390,8 @@ class Receiver:
     def take(self, *, wait_for: int | None = None, timeout_s: float = 0.0) -> WeightUpdate | None:
         """Loads the newest staged version; None if there is none.
 
-        With `wait_for`, waits until that version, a newer or a pinned one has come. A broadcast that
-        has begun is waited for in any case.
+        With `wait_for`, waits until that version, a newer or a pinned one has come. A broadcast
+        that has begun is waited for in any case.
 
         Raises:
             RuntimeError: receiving failed (with the cause), or `wait_for` did not come in time.
@@ -496,12 +496,22 @@ class EngineWeights:
     `collective_rpc` and are prefixed to stay clear of the worker's own names.
     """
 
-    def tba_join(self, owner_pid: int, expected: list[dict], options: dict) -> None:
-        """Starts the receiver; `options` are Receiver's keywords, `rank` that of TP worker 0."""
+    def tba_start(self, owner_pid: int) -> None:
+        """The first call to a worker: what must hold before anything is generated."""
         _die_with(owner_pid)
         worker: Any = self
+        if worker.device.type == "cpu":
+            # Linux kills a process (SIGILL) that uses Intel's AMX without having asked for it, as
+            # vLLM's bfloat16 attention does; a large matrix product asks, but may come later.
+            torch.cpu._init_amx()
+
+    def tba_join(self, expected: list[dict], options: dict) -> None:
+        """Starts the receiver; `options` are Receiver's keywords, `rank` that of TP worker 0."""
+        worker: Any = self
         options = {**options, "rank": options["rank"] + worker.rank}
-        specs = [TensorSpec(s["name"], tuple(s["shape"]), s["dtype"], s["offset"]) for s in expected]
+        specs = [
+            TensorSpec(s["name"], tuple(s["shape"]), s["dtype"], s["offset"]) for s in expected
+        ]
         self._tba_receiver = Receiver(
             specs, lambda weights: _load_vllm(worker, weights), device=worker.device, **options
         )

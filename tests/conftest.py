@@ -20,9 +20,8 @@ for folder in (str(ROOT / "tests"), str(ROOT)):
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, paths)])
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
-
 import tiny  # noqa: E402
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -33,7 +33,7 @@ def run_ranks(
     may_die: Sequence[int] = (),
     join: bool = True,
 ) -> list[Any]:
-    """Calls `function(rank, world_size, *args)` in `world_size` processes, torchrun's variables set.
+    """Calls `function(rank, world_size, *args)` in that many processes, torchrun's variables set.
 
     No process leaves before all have returned, so that no rank sees another's sockets close.
 

@@ -385,8 +385,7 @@ def test_there_are_choices_in_every_group():
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes_and_its_targets_take_its_keys(group, choice):
-    pick = f"+{group}={choice}" if group == "experiment" else f"{group}={choice}"
-    cfg = chosen(pick)
+    cfg = chosen(f"{group}={choice}")
     config.validate(cfg, make_ranks(0, 8, cfg.cluster.trainers))
 
 

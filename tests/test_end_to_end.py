@@ -108,9 +108,7 @@ def learns(tmp_path: Path, model: str, num_ranks: int, *overrides: str) -> dict:
     ("num_ranks", "trainers"), [(2, 1), (3, 1), (4, 2)], ids=["1+1", "1+2", "2+2"]
 )
 def test_asynchronous_runs_learn(tmp_path, random_model, num_ranks, trainers):
-    summary = learns(
-        tmp_path, random_model, num_ranks, "engine=hf", f"cluster.trainers={trainers}"
-    )
+    summary = learns(tmp_path, random_model, num_ranks, "engine=hf", f"cluster.trainers={trainers}")
     assert summary["staleness_max"] >= 1  # nothing waited for the trainer
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
 
-import tiny
 from engine import (
     Completion,
     EngineConfig,
@@ -207,10 +207,8 @@ def test_first_tokens_come_as_often_as_the_policy_says(tiny_llama: str) -> None:
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom)  # five standard deviations
 
 
-def test_sampling_options_of_the_model_folder_do_not_count(
-    tiny_llama: str, tmp_path: Path
-) -> None:
-    """Real chat models ship repetition penalties, top-k and the like: not the policy's distribution."""
+def test_sampling_options_of_the_model_folder_do_not_count(tiny_llama: str, tmp_path: Path) -> None:
+    """Chat models ship repetition penalties, top-k and the like: another distribution."""
     shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(
         json.dumps(

@@ -7,15 +7,15 @@ from functools import partial
 
 import numpy as np
 import pytest
+import tiny
 import torch
+from ranks import run_ranks
 
 import gradient
-import tiny
 from buffer import Group
 from gradient import accumulate_gradient, sum_over_trainers, whole_group_micro_batches
 from losses import LossOutput, rloo, tb_vargrad
 from model import load_policy, response_logprobs
-from ranks import run_ranks
 from trajectory import Trajectory
 
 TEMPERATURE = 0.7
@@ -113,17 +113,14 @@ def plain_loss(policy: torch.nn.Module, groups: list[Group], objective: str) -> 
         if objective.startswith("tb_vargrad"):
             log_z = sum(r / BETA - k for r, k in zip(rewards, ratios, strict=True)) / n
             squares = [
-                (log_z.detach() + k - r / BETA) ** 2
-                for r, k in zip(rewards, ratios, strict=True)
+                (log_z.detach() + k - r / BETA) ** 2 for r, k in zip(rewards, ratios, strict=True)
             ]
             scale = 1.0 if objective.endswith("printed") else BETA / 2
             losses.append(scale * sum(squares) / n)
         else:
-            returns = [
-                r - BETA * float(k.detach()) for r, k in zip(rewards, ratios, strict=True)
-            ]
+            returns = [r - BETA * float(k.detach()) for r, k in zip(rewards, ratios, strict=True)]
             advantages = [r - (sum(returns) - r) / (n - 1) for r in returns]
-            losses.append(-sum(a * l for a, l in zip(advantages, logprobs, strict=True)) / n)
+            losses.append(-sum(a * lp for a, lp in zip(advantages, logprobs, strict=True)) / n)
     return sum(losses) / len(groups)
 
 
@@ -134,7 +131,9 @@ def test_loss_and_gradient_equal_the_formula(tiny_llama: str, name: str) -> None
     policy.zero_grad()
     loss = plain_loss(policy, groups, name)
     loss.backward()
-    assert_same((got[0], {"loss": got[1]["loss/total"]}), (flat_gradient(policy), {"loss": loss.item()}))
+    assert_same(
+        (got[0], {"loss": got[1]["loss/total"]}), (flat_gradient(policy), {"loss": loss.item()})
+    )
 
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))

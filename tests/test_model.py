@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,6 @@ from safetensors.numpy import load_file
 from transformers import LlamaConfig
 
 import model as modeling
-import tiny
 from model import (
     empty_model,
     load_policy,
@@ -87,9 +87,7 @@ def test_other_models_take_logits_at_responses_alone(
     )
     prompts, responses = samples()
     response_logprobs(model, prompts, responses, temperature=1.0)
-    padded = len(prompts) * max(
-        len(p) + len(r) for p, r in zip(prompts, responses, strict=True)
-    )
+    padded = len(prompts) * max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
     assert rows == [padded if name in RESCALED else sum(RESPONSE_LENGTHS)]
 
 
@@ -123,9 +121,7 @@ def test_bfloat16_autocast_is_near_float32_and_returns_float32(tiny_llama: str) 
     model = load(tiny_llama)
     prompts, responses = samples()
     exact = response_logprobs(model, prompts, responses, temperature=0.7)
-    rough = response_logprobs(
-        model, prompts, responses, temperature=0.7, autocast=torch.bfloat16
-    )
+    rough = response_logprobs(model, prompts, responses, temperature=0.7, autocast=torch.bfloat16)
     assert rough.dtype == torch.float32
     gap = (rough - exact).abs()
     assert 0 < gap.mean() < 0.03 and gap.max() < 0.15
@@ -196,9 +192,7 @@ def test_the_same_tokens_split_otherwise_are_another_response(tiny_llama: str) -
     model = load(tiny_llama)
     a = [np.array([3, 4], np.int32), np.array([3], np.int32)]
     b = [np.array([5], np.int32), np.array([4, 5], np.int32)]
-    one, two = unique_response_logprobs(
-        model, a, b, temperature=1.0, tokens_per_micro_batch=100
-    )
+    one, two = unique_response_logprobs(model, a, b, temperature=1.0, tokens_per_micro_batch=100)
     assert len(one) == 1 and len(two) == 2
     np.testing.assert_allclose(one, two[1:], atol=1e-5)
 

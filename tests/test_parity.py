@@ -6,6 +6,7 @@ Engines take tens of seconds to start, so tests share them; each test publishes 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -18,13 +19,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
 
-import tiny
-from engine import Completion, EngineConfig, EngineOptions, HFEngine, Sampling, VLLMEngine
+from engine import (
+    Completion,
+    EngineConfig,
+    EngineOptions,
+    HFEngine,
+    Sampling,
+    VLLMEngine,
+    engine_port,
+)
 from model import load_policy, response_logprobs
-from ranks import free_port
 from weights import Publisher, WeightUpdate, _alive
 
 pytestmark = [
@@ -40,6 +48,7 @@ MAX_LENGTH = 512
 # would never be cached, and a stale cache never be seen.
 PROMPT_LENGTHS = [3, 140, 300, 17]
 CPU = torch.device("cpu")
+_engine_count = itertools.count()
 SAMPLING = Sampling(n=4, temperature=0.7, max_tokens=12)
 
 
@@ -50,6 +59,7 @@ def make_prompts() -> list[np.ndarray]:
 def start_engine(
     path: str, kind: type[VLLMEngine] | type[HFEngine], *, seed: int, dtype: torch.dtype
 ) -> VLLMEngine | HFEngine:
+    cores = sorted(os.sched_getaffinity(0))
     options = EngineOptions(
         path=path,
         stop_token_ids=[tiny.EOS],
@@ -58,8 +68,8 @@ def start_engine(
         dtype=dtype,
         device=CPU,
         seed=seed,
-        cores=sorted(os.sched_getaffinity(0))[-1:],
-        port=free_port(),
+        cores=[cores[seed % len(cores)]],
+        port=engine_port(next(_engine_count), str(os.getpid())),
     )
     return kind(EngineConfig(max_num_seqs=32, kv_cache_gb=0.25), options)
 
@@ -106,9 +116,7 @@ class Rig:
     def update(self) -> list[WeightUpdate]:
         """Publishes the policy as it is and loads it everywhere."""
         self.publish()
-        updates = [
-            engine.update(wait_for=self.version, timeout_s=60) for engine in self.engines
-        ]
+        updates = [engine.update(wait_for=self.version, timeout_s=60) for engine in self.engines]
         assert [u.version for u in updates] == [self.version] * len(updates)
         assert all(u.meta == {"version": self.version} for u in updates)
         return updates
@@ -150,6 +158,40 @@ def run_rig(rig: Rig) -> Iterator[Rig]:
     finally:
         for engine in rig.engines:
             engine.kill()
+
+
+class Owner:
+    """A process that owns an engine: what it said, once its engine runs."""
+
+    def __init__(self, path: str) -> None:
+        with open(Path(path) / "log", "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, path], stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self._said: dict | None = None
+
+    def said(self) -> dict:
+        while self._said is None:
+            line = self.process.stdout.readline()
+            assert line, f"the owner ended with code {self.process.wait()}"
+            if line.startswith("{"):
+                self._said = json.loads(line)
+        return self._said
+
+    def end(self) -> None:
+        for pid in [self.process.pid, *(self._said or {}).get("pids", [])]:
+            if _alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
+    """Its engine starts while the first of the shared ones does."""
+    owner = Owner(tiny.save_llama(tmp_path_factory.mktemp("owned"), max_length=MAX_LENGTH))
+    yield owner
+    owner.end()
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
@@ -203,9 +245,7 @@ def test_greedy_tokens_are_the_same(rig: Rig) -> None:
 def test_ends_of_responses(rig: Rig) -> None:
     """The sampled end-of-text token is there and counts; the limit is told apart from it."""
     for engine in rig.engines:
-        groups = engine.generate(
-            make_prompts(), Sampling(n=64, temperature=2.0, max_tokens=16)
-        )
+        groups = engine.generate(make_prompts(), Sampling(n=64, temperature=2.0, max_tokens=16))
         assert [len(group) for group in groups] == [64] * len(PROMPT_LENGTHS)
         completions = [c for group in groups for c in group]
         for c in completions:
@@ -277,55 +317,32 @@ def test_a_bfloat16_engine_is_near_a_float32_trainer(bf16: Rig) -> None:
         bf16.update()
 
 
-def test_engine_ends_with_its_owner_and_other_seeds_give_other_samples(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize("rig", ["tied"], indirect=True)
+def test_other_seeds_give_other_samples(rig: Rig, owner: Owner) -> None:
+    """The owner's engine has the same weights and another seed."""
+    assert len(owner.said()["samples"]) == len(rig.first)
+    assert owner.said()["samples"] != rig.first
+
+
+def test_an_engine_ends_with_its_owner(owner: Owner) -> None:
     """SIGKILL leaves the owner no time to end its engine."""
-    path = tiny.save_llama(tmp_path, max_length=MAX_LENGTH)
-    owner = subprocess.Popen(
-        [sys.executable, __file__, path], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    pids: list[int] = []
-    try:
-        said = {}
-        for line in owner.stdout:
-            if line.startswith("{"):
-                said = json.loads(line)
-                break
-        pids = said["pids"]
-        assert pids and all(_alive(pid) for pid in pids)
-        os.kill(owner.pid, signal.SIGKILL)
-        start = time.monotonic()
-        while any(_alive(pid) for pid in pids) and time.monotonic() - start < 20:
-            time.sleep(0.1)
-        seconds = time.monotonic() - start
-        print(f"engine processes gone {seconds:.1f} s after their owner")
-        assert seconds < 10
-        one, other = said["samples"]
-        assert one != other
-    finally:
-        owner.kill()
-        owner.wait()
-        for pid in filter(_alive, pids):
-            os.kill(pid, signal.SIGKILL)
+    pids = owner.said()["pids"]
+    assert pids and all(_alive(pid) for pid in pids)
+    os.kill(owner.process.pid, signal.SIGKILL)
+    start = time.monotonic()
+    while any(_alive(pid) for pid in pids) and time.monotonic() - start < 20:
+        time.sleep(0.1)
+    seconds = time.monotonic() - start
+    print(f"engine processes gone {seconds:.1f} s after their owner")
+    assert seconds < 10
 
 
 def own(path: str) -> None:
-    """Starts an engine, tells its processes and samples of its first two calls, and waits."""
+    """Starts an engine, tells its processes and first samples, and waits."""
     engine = start_engine(path, VLLMEngine, seed=2, dtype=torch.float32)
-    said = [samples(engine)]
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    engine.join_weights(
-        host="127.0.0.1",
-        port=store.port,
-        rank=1,
-        size=2,
-        backend="gloo",
-        bucket_bytes=1 << 14,
-        timeout_s=60,
-    )
-    said.append(samples(engine))
-    print(json.dumps({"pids": sorted(engine._pids), "samples": said}), flush=True)
+    assert isinstance(engine, VLLMEngine)
+    first = samples(engine)
+    print(json.dumps({"pids": sorted(engine._pids), "samples": first}), flush=True)
     time.sleep(600)
 
 

@@ -10,16 +10,16 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import run_ranks
 
-import tiny
 import weights
 from engine import expected_manifest
 from model import load_policy, response_logprobs
-from ranks import run_ranks
 from weights import (
     Publisher,
     Receiver,
@@ -56,7 +56,7 @@ class Weights(torch.nn.Module):
 
 
 class Loaded:
-    """What a receiver loads: copies by name, and whether they are bit for bit those of a version."""
+    """What a receiver loads: copies by name, compared bit for bit with those of a version."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -298,9 +298,7 @@ def rank_pinned(rank: int, size: int) -> list:
         accepted = []
         for version in range(LAST + 1):
             model.fill(version)
-            if publisher.publish(
-                model, version, evaluate=version in PINNED, final=version == LAST
-            ):
+            if publisher.publish(model, version, evaluate=version in PINNED, final=version == LAST):
                 accepted.append(version)
             time.sleep(0.01)
         publisher.close()
@@ -434,7 +432,9 @@ def test_check_manifest_names_the_tensor() -> None:
     with pytest.raises(ValueError, match=r"has no 'matrix' \(1 too many\)"):
         check_manifest(specs, [s for s in specs if s.name != "matrix"])
     with pytest.raises(ValueError, match=r"'odd' is torch.float32\[7, 5\] at the trainer"):
-        check_manifest(specs, [TensorSpec("odd", (5, 7), s.dtype, 0) if s.name == "odd" else s for s in specs])
+        check_manifest(
+            specs, [TensorSpec("odd", (5, 7), s.dtype, 0) if s.name == "odd" else s for s in specs]
+        )
     with pytest.raises(ValueError, match=r"torch.bfloat16\[7, 5\] at the engine"):
         check_manifest(specs[:1], manifest(Weights(), torch.bfloat16)[:1])
 
@@ -579,9 +579,7 @@ def test_close_delivers_what_waits_and_ends_every_thread() -> None:
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=6),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_tensors_are_aligned_and_never_overlap(
-    shapes: list[list[int]], dtype: torch.dtype
-) -> None:
+def test_tensors_are_aligned_and_never_overlap(shapes: list[list[int]], dtype: torch.dtype) -> None:
     model = torch.nn.ParameterList([torch.zeros(shape) for shape in shapes])
     specs = manifest(model, dtype)
     flat = torch.zeros(flat_bytes(specs), dtype=torch.uint8)
