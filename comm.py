@@ -50,7 +50,7 @@ class ClusterConfig:
     device: str = "auto"  # auto | cpu | cuda
     pin_cores: bool = True  # CPU only: give each rank's processes their own share of the cores
     timeout_s: float = 300.0  # a rank without progress for this long ends the job
-    heartbeat_timeout_s: float = 30.0  # a process that is silent for this long is dead
+    heartbeat_timeout_s: float = 20.0  # a process that is silent for this long is dead
     startup_timeout_s: float = 1800.0  # building or loading a model, starting an engine
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, OverrideParseException
@@ -308,7 +309,7 @@ def check_num_problems(cfg: DictConfig, ranks: Ranks, count: int) -> None:
 
 
 def check_lengths(
-    cfg: DictConfig, prompt_tokens: Sequence[Sequence[int]], context_length: int | None
+    cfg: DictConfig, prompt_tokens: Sequence[Sequence[int] | np.ndarray], context_length: int | None
 ) -> int:
     """Most tokens of a prompt and its response together (the engines' `max_model_len`).
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ import model as modeling
 from weights import Receiver, TensorSpec, WeightUpdate, manifest, named_weights
 
 logger = logging.getLogger("tba")
+
+Tokens: TypeAlias = Sequence[int] | np.ndarray  # token ids of one sequence
 
 _TORCHRUN_VARIABLES = (
     "RANK",
@@ -164,9 +166,7 @@ class VLLMEngine:
         self._pids = _with_descendants(_child_pids() - before)
         self._llm.collective_rpc("tba_start", args=(os.getpid(),))
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> list[list[Completion]]:
         """`sampling.n` completions of each prompt, in order."""
         params = self._sampling_params(
             n=sampling.n,
@@ -191,7 +191,7 @@ class VLLMEngine:
             for output in outputs
         ]
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         """Log-prob of every token but the first at temperature 1, float32 [len - 1] each."""
         params = self._sampling_params(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
@@ -210,7 +210,7 @@ class VLLMEngine:
             for sequence, output in zip(sequences, outputs, strict=True)
         ]
 
-    def _run(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+    def _run(self, prompts: Sequence[Tokens], params: Any) -> list[Any]:
         """`LLM.generate`, telling `on_step` after every decoding step that the engine is alive."""
         tokens = [{"prompt_token_ids": [int(t) for t in prompt]} for prompt in prompts]
         self._llm.enqueue(tokens, params, use_tqdm=False)
@@ -345,9 +345,7 @@ class HFEngine:
         self._calls = 0
         self._receiver: Receiver | None = None
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> list[list[Completion]]:
         """`sampling.n` completions of each prompt, in order."""
         flat = [prompt for prompt in prompts for _ in range(sampling.n)]
         completions: list[Completion] = []
@@ -355,7 +353,7 @@ class HFEngine:
             completions += self._generate(flat[start : start + self._batch_size], sampling)
         return [completions[i : i + sampling.n] for i in range(0, len(completions), sampling.n)]
 
-    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+    def _generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> list[Completion]:
         width = max(len(prompt) for prompt in prompts)
         device = self._options.device
         input_ids = torch.full((len(prompts), width), self._options.pad_token_id)
@@ -396,7 +394,7 @@ class HFEngine:
         )
 
     @torch.inference_mode()
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         """Log-prob of every token but the first at temperature 1, float32 [len - 1] each."""
         arrays = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
         return [

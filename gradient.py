@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from buffer import Group
 from losses import LossOutput
@@ -17,7 +18,7 @@ from trajectory import Batch, Trajectory
 
 
 def accumulate_gradient(
-    policy: torch.nn.Module,
+    policy: PreTrainedModel,
     groups: Sequence[Group],
     *,
     objective: Callable[..., LossOutput],
@@ -39,7 +40,7 @@ def accumulate_gradient(
         the step's), `tokens`, and per-token sums of -log-prob and |log-prob - behavior log-prob|.
     """
     sums: dict[str, Tensor] = {}
-    options = {"temperature": temperature, "autocast": autocast}
+    options: dict[str, Any] = {"temperature": temperature, "autocast": autocast}
     for part in whole_group_micro_batches(groups, tokens_per_micro_batch):
         trajectories = [t for group in part for t in group.trajectories]
         prompts = [t.prompt_tokens for t in trajectories]
@@ -67,7 +68,7 @@ def accumulate_gradient(
 
 
 def _two_passes(
-    policy: torch.nn.Module,
+    policy: PreTrainedModel,
     part: Sequence[Group],
     pieces: Sequence[Sequence[int]],
     objective: Callable[..., LossOutput],
@@ -151,21 +152,19 @@ def make_batch(groups: Sequence[Group], policy_logprobs: Tensor, num_groups: int
 
 
 def sum_over_trainers(
-    policy: torch.nn.Module, sums: dict[str, float], group: dist.ProcessGroup | None
+    policy: PreTrainedModel, sums: dict[str, float], group: dist.ProcessGroup | None
 ) -> dict[str, float]:
     """Adds up the trainers' gradients (in place) and metrics; every trainer must call it."""
     if group is None:
         return sums
     parameters = [p for p in policy.parameters() if p.requires_grad]
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
     dist.all_reduce(flat, group=group)
     for parameter, grad in zip(
         parameters, flat.split([p.numel() for p in parameters]), strict=True
     ):
-        parameter.grad.copy_(grad.view_as(parameter))
+        parameter.grad = grad.view_as(parameter)
     names = sorted(sums)
     values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=flat.device)
     dist.all_reduce(values, group=group)

@@ -20,7 +20,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 
 @dataclass
@@ -39,7 +45,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def load_policy(
     path: str, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False
-) -> torch.nn.Module:
+) -> PreTrainedModel:
     """A causal language model in eval mode (no dropout: engine and trainer must agree).
 
     Raises:
@@ -92,7 +98,7 @@ def context_length(path: str, *, trust_remote_code: bool = False) -> int | None:
     return getattr(text_config, "max_position_embeddings", None)
 
 
-def empty_model(path: str, *, trust_remote_code: bool = False) -> torch.nn.Module:
+def empty_model(path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model's module tree without memory (meta device): names and shapes of its weights."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
@@ -171,7 +177,7 @@ def pad(
 
 
 def response_logprobs(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
     *,
@@ -191,7 +197,7 @@ def response_logprobs(
     return -F.cross_entropy(logits.float() / temperature, padded.targets, reduction="none")
 
 
-def _logits_at(model: torch.nn.Module, padded: Padded) -> Tensor:
+def _logits_at(model: PreTrainedModel, padded: Padded) -> Tensor:
     head = model.get_output_embeddings()
     if head is None or _rescales_logits(model.config):
         return model(input_ids=padded.input_ids, use_cache=False).logits[
@@ -217,7 +223,7 @@ def _rescales_logits(config: Any) -> bool:
 
 
 def unique_response_logprobs(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
     *,

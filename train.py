@@ -217,7 +217,9 @@ def pick_device(cfg: DictConfig, ranks: Ranks) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
-        raise config.UserError("cluster.device=cuda, but torch finds no GPU: set cluster.device=cpu")
+        raise config.UserError(
+            "cluster.device=cuda, but torch finds no GPU: set cluster.device=cpu"
+        )
     if ranks.local_world_size > count:
         raise config.UserError(
             f"{ranks.local_world_size} ranks on this node but {count} GPUs: start {count} ranks "

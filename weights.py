@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 logger = logging.getLogger("tba")
 
+WeightGroup: TypeAlias = Any  # ProcessGroupGloo or ProcessGroupNCCL, without a common base class
 FOREVER = timedelta(days=3650)
 FLAG_EVALUATE, FLAG_FINAL = 1, 2
 _ALIGN = 16  # bytes; every tensor starts at a multiple, so that views of any dtype are aligned
@@ -135,17 +136,17 @@ def checksum(flat: torch.Tensor, *, chunk_bytes: int = 1 << 24) -> int:
 
 def make_group(
     host: str, port: int, rank: int, size: int, *, backend: str, timeout_s: float
-) -> dist.ProcessGroup:
+) -> WeightGroup:
     """A process group of its own for trainer 0 (rank 0) and all engine workers (1..size-1).
 
     It is made beside the default group, over the control store, because an engine worker is not a
     rank of the job. `timeout_s` bounds the meeting; afterwards a receiver may wait for ever (the
     watchdog of the control plane looks after that).
     """
-    store = dist.TCPStore(
+    server = dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
-    store = dist.PrefixStore("weights", store)
+    store = dist.PrefixStore("weights", server)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER
@@ -155,14 +156,14 @@ def make_group(
     return group
 
 
-def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+def _broadcast(group: WeightGroup, tensor: torch.Tensor) -> None:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     options.timeout = FOREVER
     group.broadcast([tensor], options).wait()
 
 
-def _broadcast_flat(group: dist.ProcessGroup, flat: torch.Tensor, bucket_bytes: int) -> None:
+def _broadcast_flat(group: WeightGroup, flat: torch.Tensor, bucket_bytes: int) -> None:
     for start in range(0, len(flat), bucket_bytes):
         _broadcast(group, flat[start : start + bucket_bytes])
     if flat.is_cuda:
@@ -221,7 +222,7 @@ class Publisher:
         self._condition = threading.Condition()
         self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
         self._address = (host, port, 0, num_workers + 1)
-        self._meeting = {"backend": backend, "timeout_s": meeting_timeout_s}
+        self._meeting: dict[str, Any] = {"backend": backend, "timeout_s": meeting_timeout_s}
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -313,7 +314,7 @@ class Publisher:
             self._condition.notify_all()
             return snapshot
 
-    def _send(self, group: dist.ProcessGroup, snapshot: _Snapshot) -> None:
+    def _send(self, group: WeightGroup, snapshot: _Snapshot) -> None:
         start = time.monotonic()
         text = json.dumps(snapshot.meta)
         self._send_header(
@@ -326,10 +327,10 @@ class Publisher:
             self._busy_since = None
             self._free.append(snapshot)
 
-    def _send_header(self, group: dist.ProcessGroup, values: list[int]) -> None:
+    def _send_header(self, group: WeightGroup, values: list[int]) -> None:
         _broadcast(group, torch.tensor(values, device=self._wire_device))
 
-    def _send_text(self, group: dist.ProcessGroup, text: str, *, with_size: bool = True) -> None:
+    def _send_text(self, group: WeightGroup, text: str, *, with_size: bool = True) -> None:
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._wire_device)
         if with_size:
             self._send_header(group, [len(data), 0, 0, 0])
@@ -383,7 +384,7 @@ class Receiver:
         self._error: BaseException | None = None
         self._condition = threading.Condition()
         self._address = (host, port, rank, size)
-        self._meeting = {"backend": backend, "timeout_s": timeout_s}
+        self._meeting: dict[str, Any] = {"backend": backend, "timeout_s": timeout_s}
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
@@ -457,7 +458,7 @@ class Receiver:
                 self._error, self._receiving = error.with_traceback(None), False
                 self._condition.notify_all()
 
-    def _receive(self, group: dist.ProcessGroup) -> bool:
+    def _receive(self, group: WeightGroup) -> bool:
         version, flags, expected_sum, text_bytes = self._receive_header(group)
         if version == _CLOSE:
             return False
@@ -477,12 +478,12 @@ class Receiver:
             self._condition.notify_all()
         return True
 
-    def _receive_header(self, group: dist.ProcessGroup) -> list[int]:
+    def _receive_header(self, group: WeightGroup) -> list[int]:
         header = torch.zeros(4, dtype=torch.int64, device=self._wire_device)
         _broadcast(group, header)
         return header.tolist()
 
-    def _receive_text(self, group: dist.ProcessGroup, num_bytes: int) -> str:
+    def _receive_text(self, group: WeightGroup, num_bytes: int) -> str:
         data = torch.zeros(num_bytes, dtype=torch.uint8, device=self._wire_device)
         if num_bytes:
             _broadcast(group, data)
