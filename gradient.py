@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from buffer import Group
 from losses import LossOutput
-from model import micro_batches, response_logprobs
+from model import distinct, micro_batches, response_logprobs
 from trajectory import Batch, Trajectory
 
 
@@ -47,7 +47,7 @@ def accumulate_gradient(
         responses = [t.response_tokens for t in trajectories]
         pieces = list(micro_batches([_length(t) for t in trajectories], tokens_per_micro_batch))
         if len(pieces) == 1:
-            logprobs = response_logprobs(policy, prompts, responses, **options)
+            logprobs = _logprobs(policy, prompts, responses, options)
             batch = make_batch(part, logprobs, num_groups)
             output = objective(batch, beta=beta)
             output.loss.backward()
@@ -65,6 +65,25 @@ def accumulate_gradient(
         for name, value in values.items():
             sums[name] = sums.get(name, 0.0) + torch.as_tensor(value, dtype=torch.float64).cpu()
     return {name: float(value) for name, value in sums.items()}
+
+
+def _logprobs(
+    policy: PreTrainedModel,
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    options: Mapping[str, Any],
+) -> Tensor:
+    """`response_logprobs`, computed once for equal responses; their gradients add up."""
+    first, slot_of = distinct(prompts, responses)
+    logprobs = response_logprobs(
+        policy, [prompts[i] for i in first], [responses[i] for i in first], **options
+    )
+    if len(first) == len(responses):
+        return logprobs
+    lengths = [len(responses[i]) for i in first]
+    starts = np.cumsum(lengths) - lengths
+    index = np.concatenate([np.arange(starts[s], starts[s] + lengths[s]) for s in slot_of])
+    return logprobs[torch.from_numpy(index).to(logprobs.device)]
 
 
 def _two_passes(

@@ -222,6 +222,29 @@ def _rescales_logits(config: Any) -> bool:
     return any(getattr(config, name, None) not in (None, 1, 1.0) for name in names)
 
 
+def distinct(
+    prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
+) -> tuple[list[int], list[int]]:
+    """Equal (prompt, response) pairs have equal log-probs: compute them once.
+
+    Returns:
+        The index of each distinct pair's first occurrence, and each pair's position in that list.
+
+    >>> a, b = np.array([1]), np.array([2])
+    >>> distinct([a, a, a], [a, b, a])
+    ([0, 1], [0, 1, 0])
+    """
+    slots: dict[tuple[bytes, bytes], int] = {}
+    first: list[int] = []
+    slot_of: list[int] = []
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        slot = slots.setdefault((prompt.tobytes(), response.tobytes()), len(first))
+        if slot == len(first):
+            first.append(i)
+        slot_of.append(slot)
+    return first, slot_of
+
+
 def unique_response_logprobs(
     model: PreTrainedModel,
     prompts: Sequence[np.ndarray],
@@ -232,14 +255,7 @@ def unique_response_logprobs(
     tokens_per_micro_batch: int,
 ) -> list[np.ndarray]:
     """Per-response log-probs without gradient, float32 [T] each; equal ones computed once."""
-    slots: dict[tuple[bytes, bytes], int] = {}
-    first: list[int] = []  # index of the first response in each slot
-    slot_of: list[int] = []
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        slot = slots.setdefault((prompt.tobytes(), response.tobytes()), len(first))
-        if slot == len(first):
-            first.append(i)
-        slot_of.append(slot)
+    first, slot_of = distinct(prompts, responses)
     values: dict[int, np.ndarray] = {}
     lengths = [len(prompts[i]) + len(responses[i]) for i in first]
     with torch.inference_mode():
