@@ -91,11 +91,11 @@ class Ranks:
         return f"searcher {rank - self.num_trainers}"
 
     def cores(self) -> list[int]:
-        """This rank's share of the cores: disjoint while there are enough, else all."""
+        """This rank's share of the cores: disjoint while there are enough, else one in turn."""
         available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         share = len(available) // self.local_world_size
-        if share == 0:
-            return available
+        if share == 0:  # threads that wait for each other on one core are far slower than one
+            return available[self.local_rank % len(available) :][:1] if available else []
         return available[self.local_rank * share : (self.local_rank + 1) * share]
 
 

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -179,6 +179,8 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
             [*prompt_tokens, *held_out_tokens],
             modeling.context_length(path, trust_remote_code=trust),
         )
+    except InstantiationException as error:  # what a task's or model's constructor said
+        raise config.UserError(str(error.__cause__ or error)) from error
     except ValueError as error:
         raise config.UserError(str(error)) from error
     if cores:
