@@ -244,19 +244,20 @@ def take_evaluation(parts: TrainerParts, source: int, values: Mapping[str, Any])
 
 
 def fill(parts: TrainerParts, num_prompts: int, initial: int, *, lockstep: bool) -> None:
-    """Waits until the buffer can serve the first draw."""
+    """Waits until the buffer can serve the first draw; engines are starting meanwhile."""
+    if lockstep:
+        wait_for_round(parts, version=0, limit_s=parts.control.startup_timeout_s)
+        return
     parts.control.progress(
         "waiting for the first trajectories (engines start)", parts.control.startup_timeout_s
     )
-    if lockstep:
-        return  # the first round is waited for in the loop
     while parts.arrivals.received < initial or not parts.buffer.ready(num_prompts):
         receive(parts, timeout_s=0.5)
 
 
-def wait_for_round(parts: TrainerParts, *, version: int) -> None:
+def wait_for_round(parts: TrainerParts, *, version: int, limit_s: float | None = None) -> None:
     """Waits until every searcher has shipped what it generated under `version`."""
-    parts.control.progress("waiting for the round's trajectories")
+    parts.control.progress("waiting for the round's trajectories", limit_s)
     with parts.clock.waiting("round"):
         while (
             len(parts.arrivals.rounds) < parts.ranks.num_searchers

@@ -377,3 +377,9 @@ def test_smoothing_keeps_constants_and_length():
 def test_documented_examples_hold():
     results = doctest.testmod(metrics)
     assert results.attempted >= 5 and results.failed == 0
+
+
+def test_every_metric_stands_in_the_readme():
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    missing = [name for name in METRICS if f"`{name}`" not in readme]
+    assert not missing

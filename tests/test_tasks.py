@@ -44,7 +44,7 @@ def row(question: str = "How many?", answer: str = "It is 1+1.\n#### 2") -> str:
 
 @pytest.mark.parametrize(("name", "kind"), [("arithmetic", Arithmetic), ("gsm8k", GSM8K)])
 def test_yaml_builds_the_task_and_says_its_defaults(name, kind):
-    config = OmegaConf.load(ROOT / "conf" / "task" / f"{name}.yaml")
+    config = OmegaConf.load(ROOT / "conf" / "task" / f"{name}.yaml")["task"]
     task = instantiate(config)
     assert type(task) is kind and task.name == name
     arguments = {key: value for key, value in config.items() if key != "_target_"}
