@@ -60,6 +60,16 @@ def load_policy(
     return model.to(device).eval()
 
 
+def disable_dropout(model: PreTrainedModel) -> None:
+    """Sets every dropout of the model to 0: engine and trainer must compute the same log-probs."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or name; a missing pad token becomes the end of text."""
     try:

@@ -292,7 +292,8 @@ def build_trainer(
     policy = load_model(setup)
     if cfg.trainer.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
-        policy.train()  # transformers checkpoints in train mode only; dropout is checked to be 0
+        modeling.disable_dropout(policy)
+        policy.train()  # transformers checkpoints activations in train mode only
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=cfg.trainer.lr.peak,

@@ -280,3 +280,18 @@ def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(options))
     with pytest.raises(ValueError, match="no end-of-text token"):
         load_tokenizer(str(tmp_path))
+
+
+def test_without_dropout_train_mode_and_checkpointing_change_nothing(tiny_gpt2: str) -> None:
+    model = load(tiny_gpt2)
+    prompts, responses = [np.array([5, 6, 7], np.int32)], [np.array([8, 9, 4], np.int32)]
+    want = modeling.response_logprobs(model, prompts, responses, temperature=0.7)
+    model.train()
+    dropped = modeling.response_logprobs(model, prompts, responses, temperature=0.7)
+    assert not torch.equal(dropped, want)  # this model has dropout
+    modeling.disable_dropout(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    got = modeling.response_logprobs(model, prompts, responses, temperature=0.7)
+    torch.testing.assert_close(got, want)
+    got.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
