@@ -14,7 +14,7 @@ setup:
 	@bash launch/setup.sh
 
 demo: setup
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/torchrun --nproc_per_node=2 train.py $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/torchrun --standalone --nproc_per_node=2 train.py $(ARGS)
 
 test: setup
 	.venv/bin/python -m pytest -m "not slow and not gpu" $(ARGS)
