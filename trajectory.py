@@ -6,7 +6,7 @@ every size is checked against the message before anything is allocated. ``Batch`
 of the responses of one micro-batch; ``sum_by_response`` and ``mean_by_group`` reduce over it.
 
 A message is a fixed header, then flat little-endian arrays without gaps, in ``_layout``'s order:
-    magic, 8 bytes | format version, u32 | CRC32 of all bytes after this field, u32 | 5 sizes, i64
+    magic, 8 bytes | format version, u32 | CRC32 of all bytes after this field, u32 | 6 sizes, i64
 """
 
 import math
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 _MAGIC = b"TB-TRAJ\n"
-_FORMAT_VERSION = 1
-# count, prompt tokens, response tokens, part names, bytes of the part names
-_HEADER = struct.Struct("<8sII5q")
+_FORMAT_VERSION = 2
+# count, prompt tokens, response tokens, old log-probs (as many, or 0), part names, their bytes
+_HEADER = struct.Struct("<8sII6q")
 _CRC_START = 16
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
@@ -31,20 +31,39 @@ _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 class Trajectory:
     """One sampled response with all that training needs to know of it; a searcher fills it.
 
-    Two fields are added by scoring: ``reference_logprobs`` and the reward with its parts. Compared
-    by identity, because the arrays in it have no single truth value.
+    Scoring adds the reference's log-probs and version, and the reward with its parts. Compared by
+    identity, because the arrays in it have no single truth value.
     """
 
     prompt_id: int  # position of the prompt in its task's list
     prompt_tokens: np.ndarray  # int32 [P], P >= 0
     response_tokens: np.ndarray  # int32 [T], T >= 1, with the sampled end-of-text token
-    behavior_logprobs: np.ndarray  # float32 [T], nats, of the distribution that was really sampled
+    # float32 [T], nats, of the distribution that was really sampled: its temperature, its top-p.
+    # NaN throughout where nobody knows it (data from elsewhere).
+    behavior_logprobs: np.ndarray
+    # float32 [T], nats, of the policy that sampled, at the training temperature and without top-p.
+    # The same array as behavior_logprobs where the two distributions are one, as they usually are.
+    old_logprobs: np.ndarray
     reference_logprobs: np.ndarray  # float32 [T], nats, at the training temperature
+    reference_version: int  # weights version of the reference; -1: its log-probs are not computed
     reward: float  # finite
     reward_parts: dict[str, float]  # named parts that sum to the reward, finite
     version_start: int  # weights version that sampled the first token
     version_end: int  # weights version that sampled the last token, >= version_start
     truncated: bool  # cut by the length limit, so without an end-of-text token
+
+
+@dataclass(slots=True, kw_only=True)
+class StepStats:
+    """What is known of all groups of an optimizer step before its first micro-batch.
+
+    S groups: all micro-batches, all trainers, in any order.
+    """
+
+    mean_rewards: Tensor  # float32 [S], mean reward of each group
+    differs: Tensor  # bool [S], whether the group's rewards are not all equal
+    num_tokens: int  # response tokens
+    num_differing_tokens: int  # response tokens of the groups whose rewards differ
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,11 +75,14 @@ class Batch:
 
     policy_logprobs: Tensor  # float32 [N], nats, requires grad
     reference_logprobs: Tensor  # float32 [N], nats
-    behavior_logprobs: Tensor  # float32 [N], nats
+    behavior_logprobs: Tensor  # float32 [N], nats, of what was really sampled; NaN: not known
+    old_logprobs: Tensor  # float32 [N], nats, of the sampling policy at the training temperature
     response: Tensor  # int64 [N], index in 0..B-1 of the response each token belongs to
     group: Tensor  # int64 [B], index in 0..G-1 of the group each response belongs to
     rewards: Tensor  # float32 [B]
     num_groups: int  # groups of the whole optimizer step, all micro-batches and trainers (>= G)
+    log_z: Tensor | None = None  # float32 [G], nats, learned, requires grad; None: no such head
+    step: StepStats | None = None  # None: this batch is the whole step
 
 
 def sum_by_response(values: Tensor, batch: Batch) -> Tensor:
@@ -100,7 +122,7 @@ def check(trajectory: Trajectory) -> None:
     is the trainer that decides what to do with them.
     """
     t = trajectory
-    for name in ("prompt_id", "version_start", "version_end"):
+    for name in ("prompt_id", "reference_version", "version_start", "version_end"):
         value = getattr(t, name)
         if not isinstance(value, int | np.integer) or not _INT64_MIN <= value <= _INT64_MAX:
             raise ValueError(f"trajectory: {name} must be an int of 64 bits, got {value!r}")
@@ -112,11 +134,13 @@ def check(trajectory: Trajectory) -> None:
     length = t.response_tokens.shape[0]
     if length < 1:
         raise ValueError(f"{where}: response_tokens is empty; a response has at least one token")
-    for name in ("behavior_logprobs", "reference_logprobs"):
+    for name in ("behavior_logprobs", "old_logprobs", "reference_logprobs"):
         if getattr(t, name).shape[0] != length:
             raise ValueError(
                 f"{where}: {name} has {getattr(t, name).shape[0]} items for {length} tokens"
             )
+    if t.reference_version < -1:
+        raise ValueError(f"{where}: reference_version must be -1 or more, got {t.reference_version}")
     if t.version_start > t.version_end:
         raise ValueError(
             f"{where}: version_start {t.version_start} is after version_end {t.version_end}"
@@ -137,6 +161,7 @@ _ARRAYS = (
     ("prompt_tokens", np.dtype(np.int32)),
     ("response_tokens", np.dtype(np.int32)),
     ("behavior_logprobs", np.dtype(np.float32)),
+    ("old_logprobs", np.dtype(np.float32)),
     ("reference_logprobs", np.dtype(np.float32)),
 )
 
@@ -152,13 +177,19 @@ def _describe(value: object) -> str:
 
 
 def _layout(
-    count: int, prompt_tokens: int, response_tokens: int, parts: int, name_bytes: int
+    count: int,
+    prompt_tokens: int,
+    response_tokens: int,
+    old_logprobs: int,
+    parts: int,
+    name_bytes: int,
 ) -> list[tuple[str, str, int]]:
     """Name, dtype and number of items of every array, in wire order: wide items come first."""
     return [
         ("prompt_id", "<i8", count),
         ("version_start", "<i8", count),
         ("version_end", "<i8", count),
+        ("reference_version", "<i8", count),
         ("prompt_length", "<i8", count),
         ("response_length", "<i8", count),
         ("reward", "<f8", count),
@@ -167,6 +198,7 @@ def _layout(
         ("prompt_tokens", "<i4", prompt_tokens),
         ("response_tokens", "<i4", response_tokens),
         ("behavior_logprobs", "<f4", response_tokens),
+        ("old_logprobs", "<f4", old_logprobs),  # none where all equal the behavior log-probs
         ("reference_logprobs", "<f4", response_tokens),
         ("truncated", "|u1", count),  # 0 or 1
         ("part_names", "|u1", name_bytes),  # UTF-8, one after another
@@ -204,6 +236,7 @@ def pack(trajectories: Sequence[Trajectory]) -> np.ndarray:
         "prompt_id": [t.prompt_id for t in trajectories],
         "version_start": [t.version_start for t in trajectories],
         "version_end": [t.version_end for t in trajectories],
+        "reference_version": [t.reference_version for t in trajectories],
         "prompt_length": [t.prompt_tokens.shape[0] for t in trajectories],
         "response_length": [t.response_tokens.shape[0] for t in trajectories],
         "reward": [t.reward for t in trajectories],
@@ -215,11 +248,14 @@ def pack(trajectories: Sequence[Trajectory]) -> np.ndarray:
     for name, dtype in _ARRAYS:
         arrays = [getattr(t, name) for t in trajectories]
         columns[name] = np.concatenate(arrays) if arrays else np.empty(0, dtype)
+    if all(t.old_logprobs is t.behavior_logprobs for t in trajectories):
+        columns["old_logprobs"] = np.empty(0, np.float32)
 
     sizes = (
         len(trajectories),
         len(columns["prompt_tokens"]),  # type: ignore[arg-type]
         len(columns["response_tokens"]),  # type: ignore[arg-type]
+        len(columns["old_logprobs"]),  # type: ignore[arg-type]
         len(names),
         sum(len(name) for name in names),
     )
@@ -253,7 +289,11 @@ def unpack(message: np.ndarray) -> list[Trajectory]:
             that breaks its own rules. Nothing else is ever raised.
     """
     columns, sizes = _read_columns(message)
-    count, prompt_tokens, response_tokens, num_parts, name_bytes = sizes
+    count, prompt_tokens, response_tokens, old_logprobs, num_parts, name_bytes = sizes
+    if old_logprobs not in (0, response_tokens):
+        raise ValueError(
+            f"trajectory message: {old_logprobs} old log-probs for {response_tokens} tokens"
+        )
     prompt_ends = _check_lengths(columns["prompt_length"], prompt_tokens, "prompt lengths")
     response_ends = _check_lengths(columns["response_length"], response_tokens, "response lengths")
     names = _read_names(columns["part_name_length"], columns["part_names"], name_bytes)
@@ -264,6 +304,7 @@ def unpack(message: np.ndarray) -> list[Trajectory]:
     prompts = columns["prompt_tokens"].astype(np.int32)
     responses = columns["response_tokens"].astype(np.int32)
     behavior = columns["behavior_logprobs"].astype(np.float32)
+    old = columns["old_logprobs"].astype(np.float32)
     reference = columns["reference_logprobs"].astype(np.float32)
     part_values = columns["part_values"].reshape(count, num_parts).tolist()
     scalars = zip(
@@ -271,21 +312,27 @@ def unpack(message: np.ndarray) -> list[Trajectory]:
         columns["reward"].tolist(),
         columns["version_start"].tolist(),
         columns["version_end"].tolist(),
+        columns["reference_version"].tolist(),
         columns["truncated"].tolist(),
         part_values,
-        prompt_ends,
-        response_ends,
         strict=True,
     )
+    ends = zip(prompt_ends, response_ends, strict=True)
     trajectories = []
     prompt_start = response_start = 0
-    for prompt_id, reward, start, end, truncated, values, prompt_end, response_end in scalars:
+    for (
+        (prompt_id, reward, start, end, reference_version, truncated, values),
+        (prompt_end, response_end),
+    ) in zip(scalars, ends, strict=True):
+        sampled = behavior[response_start:response_end]
         trajectory = Trajectory(
             prompt_id=prompt_id,
             prompt_tokens=prompts[prompt_start:prompt_end],
             response_tokens=responses[response_start:response_end],
-            behavior_logprobs=behavior[response_start:response_end],
+            behavior_logprobs=sampled,
+            old_logprobs=old[response_start:response_end] if old_logprobs else sampled,
             reference_logprobs=reference[response_start:response_end],
+            reference_version=reference_version,
             reward=reward,
             reward_parts={n: v for n, v in zip(names, values, strict=True) if not math.isnan(v)},
             version_start=start,
@@ -300,8 +347,8 @@ def unpack(message: np.ndarray) -> list[Trajectory]:
 
 def _read_columns(
     message: np.ndarray,
-) -> tuple[dict[str, np.ndarray], tuple[int, int, int, int, int]]:
-    """Views of a message's arrays by name, and its five sizes; checked against its length."""
+) -> tuple[dict[str, np.ndarray], tuple[int, int, int, int, int, int]]:
+    """Views of a message's arrays by name, and its six sizes; checked against its length."""
     if not isinstance(message, np.ndarray) or message.dtype != np.uint8 or message.ndim != 1:
         raise ValueError(f"trajectory message: must be a 1-d uint8 array, got {_describe(message)}")
     message = np.ascontiguousarray(message)
@@ -333,8 +380,7 @@ def _read_columns(
     for name, code, items in layout:
         columns[name] = np.frombuffer(message, code, items, offset)
         offset += items * np.dtype(code).itemsize
-    count, prompt_tokens, response_tokens, num_parts, name_bytes = numbers
-    return columns, (count, prompt_tokens, response_tokens, num_parts, name_bytes)
+    return columns, tuple(numbers)
 
 
 def _layout_bytes(layout: list[tuple[str, str, int]]) -> int:

@@ -21,12 +21,15 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     length = draw(st.integers(1, 6))
     tokens = npst.arrays(np.int32, st.integers(0, 6))
     logprobs = npst.arrays(np.float32, length, elements=st.floats(width=32))
+    behavior = draw(logprobs)
     return Trajectory(
         prompt_id=draw(INT64),
         prompt_tokens=draw(tokens),
         response_tokens=draw(npst.arrays(np.int32, length)),
-        behavior_logprobs=draw(logprobs),
+        behavior_logprobs=behavior,
+        old_logprobs=draw(st.just(behavior) | logprobs),
         reference_logprobs=draw(logprobs),
+        reference_version=draw(st.integers(-1, 2**63 - 1)),
         reward=draw(FINITE),
         reward_parts=draw(st.dictionaries(st.text(max_size=4), FINITE, max_size=3)),
         version_start=-(2**63),
@@ -36,12 +39,15 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 
 def make(**changes: object) -> Trajectory:
+    behavior = np.array([-0.1, -0.2, -0.3], np.float32)
     fields: dict = {
         "prompt_id": 7,
         "prompt_tokens": np.array([1, 2], np.int32),
         "response_tokens": np.array([3, 4, 5], np.int32),
-        "behavior_logprobs": np.array([-0.1, -0.2, -0.3], np.float32),
+        "behavior_logprobs": behavior,
+        "old_logprobs": behavior,
         "reference_logprobs": np.array([-1.0, -2.0, -3.0], np.float32),
+        "reference_version": 0,
         "reward": 1.5,
         "reward_parts": {"correct": 1.0, "format": 0.5},
         "version_start": 3,
@@ -53,10 +59,13 @@ def make(**changes: object) -> Trajectory:
 
 def bits(t: Trajectory) -> tuple:
     """All of a record as something that compares bit for bit."""
-    arrays = (t.prompt_tokens, t.response_tokens, t.behavior_logprobs, t.reference_logprobs)
+    arrays = (
+        *(t.prompt_tokens, t.response_tokens),
+        *(t.behavior_logprobs, t.old_logprobs, t.reference_logprobs),
+    )
     return (
         *((a.dtype.str, a.shape, a.tobytes()) for a in arrays),
-        (t.prompt_id, t.version_start, t.version_end, t.truncated),
+        (t.prompt_id, t.version_start, t.version_end, t.reference_version, t.truncated),
         struct.pack("<d", t.reward),
         {name: struct.pack("<d", value) for name, value in t.reward_parts.items()},
     )
@@ -80,11 +89,23 @@ def test_round_trip_keeps_odd_floats_empty_prompt_and_mixed_parts() -> None:
         make(
             response_tokens=np.arange(4, dtype=np.int32),
             behavior_logprobs=odd,
+            old_logprobs=odd[::2].repeat(2),
             reference_logprobs=odd[::-1],
         ),
         make(reward_parts={"längst": -0.0, "": 2.0}),
     ]
     assert [bits(t) for t in unpack(pack(records))] == [bits(t) for t in records]
+
+
+def test_equal_old_logprobs_are_sent_once() -> None:
+    same, explored = make(), make(old_logprobs=np.array([-0.3, -0.2, -0.1], np.float32))
+    assert pack([explored]).size == pack([same]).size + 3 * 4
+    back = unpack(pack([same]))[0]
+    assert back.old_logprobs is back.behavior_logprobs
+    both = unpack(pack([same, explored]))
+    assert [t.old_logprobs.tolist() for t in both] == [
+        t.old_logprobs.tolist() for t in (same, explored)
+    ]
 
 
 def test_unpacked_arrays_do_not_share_the_message() -> None:
@@ -108,7 +129,11 @@ def test_message_of_any_stride_is_read() -> None:
         ({"prompt_tokens": np.zeros((1, 2), np.int32)}, "prompt_tokens"),
         ({"behavior_logprobs": np.zeros(2, np.float32)}, "behavior_logprobs"),
         ({"behavior_logprobs": np.zeros(3)}, "behavior_logprobs"),
+        ({"old_logprobs": np.zeros(4, np.float32)}, "old_logprobs"),
+        ({"old_logprobs": np.zeros(3)}, "old_logprobs"),
         ({"reference_logprobs": np.zeros(4, np.float32)}, "reference_logprobs"),
+        ({"reference_version": -2}, "reference_version"),
+        ({"reference_version": 0.0}, "reference_version"),
         ({"reward": float("nan")}, "reward"),
         ({"reward": None}, "reward"),
         ({"reward_parts": {"correct": float("nan")}}, "correct"),
@@ -194,7 +219,7 @@ def header_changed(index: int, value: int) -> np.ndarray:
     return with_crc(message)
 
 
-@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("index", range(6))
 @pytest.mark.parametrize("value", [-1, 2**40, 2**60, 2**63 - 1])
 def test_sizes_are_checked_before_memory_is_allocated(index: int, value: int) -> None:
     with pytest.raises(ValueError, match="negative size|describes"):
@@ -203,7 +228,7 @@ def test_sizes_are_checked_before_memory_is_allocated(index: int, value: int) ->
 
 def test_negative_sizes_that_add_up_are_refused() -> None:
     message = pack([])
-    for index, value in ((1, 2), (4, -8)):  # 2 prompt tokens of 4 bytes, -8 bytes of names
+    for index, value in ((1, 2), (5, -8)):  # 2 prompt tokens of 4 bytes, -8 bytes of names
         start = 16 + 8 * index
         message[start : start + 8] = np.frombuffer(struct.pack("<q", value), np.uint8)
     with pytest.raises(ValueError, match="negative size"):
@@ -220,7 +245,7 @@ def test_errors_say_what_is_wrong() -> None:
     other[-1] ^= 1
     with pytest.raises(ValueError, match="CRC32"):
         unpack(other)
-    offset = 56 + 8 * 4  # response_length follows four columns of one item each
+    offset = 64 + 8 * 5  # response_length follows five columns of one item each
     other = message.copy()
     other[offset] = 2
     with pytest.raises(ValueError, match="response lengths sum to 2, there are 3"):
@@ -232,6 +257,11 @@ def test_errors_say_what_is_wrong() -> None:
     other[-1] = 255
     with pytest.raises(ValueError, match="UTF-8"):
         unpack(with_crc(other))
+    explored = pack([make(), make(old_logprobs=np.zeros(3, np.float32))])
+    explored[16 + 8 * 3] = 5  # of 6 log-probs; the fourth's bytes become a part's name
+    explored[16 + 8 * 5] += 4
+    with pytest.raises(ValueError, match="5 old log-probs for 6 tokens"):
+        unpack(with_crc(explored))
     twice = pack([make(reward_parts={"a": 1.0, "b": 0.5})])
     twice[-1] = ord("a")
     with pytest.raises(ValueError, match="twice"):
@@ -249,6 +279,7 @@ def make_batch(rng: np.random.Generator) -> Batch:
         policy_logprobs=logprobs.clone().requires_grad_(),
         reference_logprobs=logprobs,
         behavior_logprobs=logprobs,
+        old_logprobs=logprobs,
         response=response,
         group=torch.tensor([0, 1, 1, 0]),
         rewards=torch.arange(4.0),
