@@ -3,7 +3,8 @@
 ``Buffer.add`` takes the trajectories that arrived, ``Buffer.new_window`` marks a publication of
 weights, ``Buffer.draw`` gives groups of responses to train on: a slot is filled from what arrived
 since the last publication with probability ``recency_prob``, else from the whole store by a rule.
-Everything lies in flat numpy arrays (``_Store``). One thread may use a buffer; nothing here locks.
+Everything lies in flat numpy arrays (store.py); prompt_choice.py says which prompt is next. One
+thread may use a buffer; nothing here locks.
 
 To add a sampling rule, write a function ``(entries, k, rng) -> indices [k]`` here and a
 ``conf/buffer/<name>.yaml`` with ``_target_: buffer.<function>`` and ``_partial_: true``.
@@ -11,17 +12,24 @@ Letters: n items of one prompt, k drawn of them, R rows (trajectories) of the st
 """
 
 import math
-from bisect import bisect_left
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from heapq import heappop, heappush
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from prompt_choice import ByReward, InTurn
+from store import Store, all_valid, check_state, require_arrays, require_lengths
 from trajectory import Trajectory, check
 
 MIN_GROUP = 2  # VarGrad estimates log Z from the group's other responses, so one is not enough
+_EVICTIONS = ("oldest", "lowest_reward")
+_PRIORITIES = ("none", "reward_variance", "difficulty")
+_CHUNK = 1024  # trajectories added at a time
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -43,6 +51,7 @@ class Group:
     prompt_id: int
     trajectories: list[Trajectory]  # copies; only the prompt's tokens are shared, and read-only
     uses: list[int]  # how often each had been drawn before this draw
+    items: list[int]  # arrival number of each, by which ``Buffer.set_reference`` knows it
 
 
 Rule = Callable[[Entries, int, np.random.Generator], np.ndarray]
@@ -94,241 +103,29 @@ def softmax_of_reward(
     return np.argsort(-keys, kind="stable")[:k]
 
 
-class _Cycle:
-    """A set of prompts that are drawn in turn: none comes again before all others have come.
-
-    ``fresh`` are still to come, in no particular order; ``used`` wait for the next round, which
-    starts when nothing fresh can be drawn. All operations take constant time, but for a new round.
-    """
-
-    def __init__(self, fresh: Iterable[int] = (), used: Iterable[int] = ()) -> None:
-        self.fresh = list(fresh)
-        self.used = dict.fromkeys(used)
-        self._position = {prompt_id: i for i, prompt_id in enumerate(self.fresh)}
-
-    def __len__(self) -> int:
-        return len(self.fresh) + len(self.used)
-
-    def set_member(self, prompt_id: int, member: bool) -> None:
-        """Let a prompt take part or not; one that is new here is fresh, others keep their turn."""
-        if not member:
-            self.used.pop(prompt_id, None)
-            if prompt_id in self._position:
-                self._remove_fresh(prompt_id)
-        elif prompt_id not in self._position and prompt_id not in self.used:
-            self._add_fresh(prompt_id)
-
-    def draw(self, rng: np.random.Generator, taken: set[int]) -> int | None:
-        """The next prompt, uniform over the fresh ones not in ``taken``; None if none is left."""
-        if sum(p in self._position for p in taken) == len(self.fresh):
-            if sum(p in self.used for p in taken) == len(self.used):
-                return None
-            for prompt_id in self.used:
-                self._add_fresh(prompt_id)
-            self.used = {}
-        while True:  # a fresh prompt that isn't taken exists, and taken is no longer than one draw
-            prompt_id = self.fresh[int(rng.integers(len(self.fresh)))]
-            if prompt_id not in taken:
-                break
-        self._remove_fresh(prompt_id)
-        self.used[prompt_id] = None
-        return prompt_id
-
-    def _add_fresh(self, prompt_id: int) -> None:
-        self._position[prompt_id] = len(self.fresh)
-        self.fresh.append(prompt_id)
-
-    def _remove_fresh(self, prompt_id: int) -> None:
-        position = self._position.pop(prompt_id)
-        last = self.fresh.pop()
-        if last != prompt_id:
-            self.fresh[position] = last
-            self._position[last] = position
-
-
-_ROW = np.dtype(
-    [
-        ("prompt_id", np.int64),
-        ("start", np.int64),  # of its tokens in the arenas
-        ("length", np.int64),
-        ("reward", np.float64),
-        ("version_start", np.int64),
-        ("version_end", np.int64),
-        ("uses", np.int64),
-        ("truncated", np.bool_),
-        ("live", np.bool_),
-    ],
-    align=True,
-)
-# Columns of a row that a saved state holds as they are; ``start`` and ``live`` follow from them.
-_SAVED = ("prompt_id", "length", "reward", "version_start", "version_end", "uses", "truncated")
-_ARENAS = (("tokens", np.int32), ("behavior", np.float32), ("reference", np.float32))
-_COPY_TOKENS = 1 << 18  # tokens moved at a time by a compaction
-
-
-class _Store:
-    """Trajectories in flat arrays: rows in order of arrival, their tokens in the same order.
-
-    A trajectory is known by its arrival number, which never changes, while its row moves when the
-    store is compacted; ``rows_of`` finds it by binary search. Removal only marks a row, and the
-    space comes back when an array is full and a quarter of it is garbage. That keeps the arenas at
-    about 4/3 of the live tokens, 16 bytes for each, and every token is moved about 3 times in all.
-    """
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.num_rows = 0  # live or not
-        self.num_live = 0
-        self.end = 0  # tokens written to each arena
-        self.live_tokens = 0  # response tokens of live rows
-        self.arrivals = np.empty(16, np.int64)  # [R], ascending
-        self.rows = np.empty(16, _ROW)
-        self.parts: dict[str, np.ndarray] = {}  # name -> float64 [R], NaN: no such part
-        self.arenas = {name: np.empty(0, dtype) for name, dtype in _ARENAS}  # [T]
-        self._head = 0  # no row before it is live
-
-    def append(self, t: Trajectory, arrival: int) -> None:
-        length = t.response_tokens.shape[0]
-        self._reserve(length)
-        row, start, end = self.num_rows, self.end, self.end + length
-        self.arenas["tokens"][start:end] = t.response_tokens
-        self.arenas["behavior"][start:end] = t.behavior_logprobs
-        self.arenas["reference"][start:end] = t.reference_logprobs
-        self.arrivals[row] = arrival
-        self.rows[row] = (
-            *(t.prompt_id, start, length, t.reward, t.version_start, t.version_end, 0),
-            *(t.truncated, True),
-        )
-        for name in t.reward_parts.keys() - self.parts.keys():
-            self.parts[name] = np.full(self.rows.shape[0], np.nan)
-        for name, values in self.parts.items():
-            values[row] = t.reward_parts.get(name, np.nan)
-        self.num_rows += 1
-        self.num_live += 1
-        self.end = end
-        self.live_tokens += length
-
-    def remove(self, arrival: int) -> None:
-        row = int(self.rows_of(arrival))
-        assert self.rows["live"][row]
-        self.rows["live"][row] = False
-        self.num_live -= 1
-        self.live_tokens -= int(self.rows["length"][row])
-
-    def rows_of(self, arrivals: int | Sequence[int]) -> np.ndarray:
-        """Row of each arrival number, which must be one that is stored."""
-        return np.searchsorted(self.arrivals[: self.num_rows], arrivals)
-
-    def oldest(self) -> tuple[int, int]:
-        """Prompt and arrival number of the earliest arrival that is stored; there must be one."""
-        live = self.rows["live"]
-        while not live[self._head]:
-            self._head += 1
-        return int(self.rows["prompt_id"][self._head]), int(self.arrivals[self._head])
-
-    def response_bytes(self, arrival: int) -> bytes:
-        row = self.rows[int(self.rows_of(arrival))]
-        start = int(row["start"])
-        return self.arenas["tokens"][start : start + int(row["length"])].tobytes()
-
-    def entries(self, rows: np.ndarray) -> Entries:
-        columns = (self.rows["reward"][rows], self.rows["version_start"][rows], self.arrivals[rows])
-        for column in columns:
-            column.flags.writeable = False
-        return Entries(rewards=columns[0], versions=columns[1], arrivals=columns[2])
-
-    def read(self, rows: np.ndarray, prompt_tokens: np.ndarray) -> list[Trajectory]:
-        """Trajectories of one prompt; their arrays are copies, as a compaction moves the tokens."""
-        part_names = list(self.parts)
-        part_values = [self.parts[name][rows].tolist() for name in part_names]
-        parts = list(zip(*part_values, strict=True)) if part_names else [()] * len(rows)
-        trajectories = []
-        for row, values in zip(self.rows[rows].tolist(), parts, strict=True):
-            prompt_id, start, length, reward, version_start, version_end, _, truncated, live = row
-            assert live
-            tokens = slice(start, start + length)
-            trajectories.append(
-                Trajectory(
-                    prompt_id=prompt_id,
-                    prompt_tokens=prompt_tokens,
-                    response_tokens=self.arenas["tokens"][tokens].copy(),
-                    behavior_logprobs=self.arenas["behavior"][tokens].copy(),
-                    reference_logprobs=self.arenas["reference"][tokens].copy(),
-                    reward=reward,
-                    reward_parts={
-                        n: v for n, v in zip(part_names, values, strict=True) if not math.isnan(v)
-                    },
-                    version_start=version_start,
-                    version_end=version_end,
-                    truncated=truncated,
-                )
-            )
-        return trajectories
-
-    def compact(self) -> None:
-        """Move the live rows and their tokens together, in place, keeping their order."""
-        live = np.flatnonzero(self.rows["live"][: self.num_rows])
-        starts, lengths = self.rows["start"][live], self.rows["length"][live]
-        ends = np.cumsum(lengths)  # the new ends
-        first = 0
-        while first < live.size:
-            written = int(ends[first] - lengths[first])
-            # At least one response, else as many as fit in a piece.
-            last = max(first + 1, int(np.searchsorted(ends, written + _COPY_TOKENS, "right")))
-            piece = slice(first, last)
-            size = int(ends[last - 1]) - written
-            # Token j of the piece lies at its response's start + its offset in that response.
-            shift = starts[piece] - (ends[piece] - lengths[piece] - written)
-            source = np.repeat(shift, lengths[piece]) + np.arange(size)  # [size]
-            for arena in self.arenas.values():
-                # Tokens only move to the front, and the gather is complete before it is written.
-                arena[written : written + size] = arena[source]
-            first = last
-        n = live.size
-        self.arrivals[:n] = self.arrivals[live]
-        self.rows[:n] = self.rows[live]
-        self.rows["start"][:n] = ends - lengths
-        for values in self.parts.values():
-            values[:n] = values[live]
-        self.num_rows = n
-        self.end = self.live_tokens
-        self._head = 0
-
-    def _reserve(self, tokens: int) -> None:
-        """Make room for one more row of ``tokens`` tokens."""
-        full = self.num_rows == self.rows.shape[0]
-        full_arena = self.end + tokens > self.arenas["tokens"].shape[0]
-        if (full and 4 * (self.num_rows - self.num_live) >= self.num_rows) or (
-            full_arena and 4 * (self.end - self.live_tokens) >= self.end
-        ):
-            self.compact()
-        if self.num_rows == self.rows.shape[0]:
-            size = self.num_rows + self.num_rows // 4 + 1
-            self.arrivals = _grown(self.arrivals, size)
-            self.rows = _grown(self.rows, size)
-            for name, values in self.parts.items():
-                self.parts[name] = _grown(values, size)
-        needed = self.end + tokens
-        if needed > self.arenas["tokens"].shape[0]:
-            # When 4/3 of max_tokens are written a quarter is garbage, so more is never needed.
-            size = max(needed, min(needed + needed // 4 + 1024, self.max_tokens * 4 // 3 + 1))
-            for (
-                name
-            ) in self.arenas:  # one at a time: the old and the new of one coexist, not of all
-                self.arenas[name] = _grown(self.arenas[name], size)
-
-
-def _grown(array: np.ndarray, size: int) -> np.ndarray:
-    grown = np.empty(size, array.dtype)
-    grown[: array.shape[0]] = array
-    return grown
-
-
 @dataclass(slots=True)
 class _Prompt:
+    """The stored items of one prompt in the order in which they would be evicted."""
+
     tokens: bytes  # int32 tokens of the prompt, stored once
-    items: list[int] = field(default_factory=list)  # arrival numbers, ascending
+    keys: array  # what the order is by, version or reward, ascending
+    rows: array = field(default_factory=lambda: array("q"))  # of the store; ascending among equals
     item_of: dict[int, int] = field(default_factory=dict)  # hash of a response -> arrival number
+
+    def insert(self, key: float, row: int) -> None:
+        """Add an item that arrived after all others."""
+        position = bisect_right(self.keys, key)
+        self.keys.insert(position, key)
+        self.rows.insert(position, row)
+
+    def find(self, key: float, row: int) -> int:
+        """Position of an item in the order of eviction."""
+        first = bisect_left(self.keys, key)
+        return bisect_left(self.rows, row, first, bisect_right(self.keys, key, first))
+
+    def remove(self, position: int) -> None:
+        self.keys.pop(position)
+        self.rows.pop(position)
 
 
 class Buffer:
@@ -336,13 +133,15 @@ class Buffer:
 
     Stored: per prompt at most ``capacity_per_prompt`` responses, of which the one with the oldest
     version (of its first token; among equals the earliest arrival) goes first, be it the newcomer;
-    over all at most ``max_tokens``, of which the earliest arrivals go first. With ``deduplicate``
-    a response whose tokens its prompt already has replaces the older record, counts as newly
-    arrived, and has not been used yet, whatever its version.
+    over all at most ``max_tokens``, of which the earliest arrivals go first. With ``eviction``
+    "lowest_reward" both bounds let the lowest reward go first, among equals the earliest arrival;
+    for ``max_tokens`` the newcomer always stays. With ``deduplicate`` a response whose tokens its
+    prompt already has replaces the older record, counts as newly arrived, and has not been used
+    yet, whatever its version. ``max_staleness`` bounds by version what ``expire`` leaves.
 
     The recency window is what arrived since the first trajectory that was stored after the last
-    ``new_window()``; it is thus never empty once anything is stored. Being in it is a comparison of
-    arrival numbers, so that replaced and evicted items can't be counted.
+    ``new_window()``; unless it expires it is thus never empty once anything is stored. Being in it
+    is a comparison of arrival numbers, so that replaced and evicted items can't be counted.
 
     Departures from the paper and its code: ``fill_groups`` is off, so that a prompt with fewer than
     k items gives a smaller group, where they fill it up by repeating items; and only prompts with
@@ -362,6 +161,10 @@ class Buffer:
         seed: int,
         capacity_per_prompt: int = 100,
         fill_groups: bool = False,
+        eviction: str = "oldest",
+        max_staleness: int | None = None,
+        prompt_priority: str = "none",
+        prompt_temperature: float = 1.0,
     ) -> None:
         """Make an empty buffer.
 
@@ -373,6 +176,13 @@ class Buffer:
             seed: of the generator of all draws.
             capacity_per_prompt: most responses kept of a prompt, at least 2.
             fill_groups: give every group k items, by repeating some where a prompt has fewer.
+            eviction: what goes first at a bound, "oldest" or "lowest_reward".
+            max_staleness: versions that an item may lag behind the one given to ``expire``, at
+                least 0; None: nothing expires.
+            prompt_priority: which prompt the slots outside of the recency window take: "none", each
+                in its turn; "reward_variance" or "difficulty", by chance with the weights of
+                ``prompt_choice.ByReward``, a prompt at most once in a draw.
+            prompt_temperature: of "difficulty", in units of reward, more than 0.
 
         Raises:
             ValueError: a value is out of its range.
@@ -383,29 +193,52 @@ class Buffer:
             )
         if max_tokens < 1:
             raise ValueError(f"buffer.max_tokens must be at least 1, got {max_tokens}")
-        if not 0 <= recency_prob <= 1:
-            raise ValueError(f"buffer.recency_prob must be in 0..1, got {recency_prob}")
+        _check_recency_prob(recency_prob)
+        if eviction not in _EVICTIONS:
+            raise ValueError(f"buffer.eviction must be one of {_EVICTIONS}, got {eviction!r}")
+        if max_staleness is not None and max_staleness < 0:
+            raise ValueError(f"buffer.max_staleness must be null or >= 0, got {max_staleness}")
+        if prompt_priority not in _PRIORITIES:
+            raise ValueError(
+                f"buffer.prompt_priority must be one of {_PRIORITIES}, got {prompt_priority!r}"
+            )
+        if not (prompt_temperature > 0 and math.isfinite(prompt_temperature)):
+            raise ValueError(
+                f"buffer.prompt_temperature must be more than 0, got {prompt_temperature}"
+            )
         self.capacity_per_prompt = capacity_per_prompt
         self.max_tokens = max_tokens
         self.deduplicate = deduplicate
         self.recency_prob = recency_prob
         self.rule = rule
         self.fill_groups = fill_groups
+        self.eviction = eviction
+        self.max_staleness = max_staleness
+        self.prompt_priority = prompt_priority
+        self.prompt_temperature = prompt_temperature
         # Counters since the start of the run; all are trajectories.
-        self.num_received = 0  # = stored now + duplicates + evicted + dropped
+        self.num_received = 0  # = stored now + duplicates + evicted + expired + dropped
         self.num_duplicates = 0  # replaced an older record of the same response
         self.num_evicted = 0  # stored, then removed to keep the bounds
-        self.num_dropped = 0  # never stored: longer than max_tokens, or too old for a full prompt
+        self.num_expired = 0  # too stale, be it when they came or later
+        self.num_dropped = (
+            0  # never stored: longer than max_tokens, or first to go from a full prompt
+        )
         self._rng = np.random.default_rng(seed)
-        self._store = _Store(max_tokens)
+        self._store = Store(max_tokens)
         self._prompts: dict[int, _Prompt] = {}
         self._prompt_tokens = 0
         self._next_arrival = 0
         self._window_start = 0  # items with this arrival number or a later one are in the window
         self._window_pending = False
+        self._recent: dict[int, int] = {}  # prompt -> its items in the window
         # The prompts that can be drawn: of the whole store, and of the window.
-        self._everything = _Cycle()
-        self._window = _Cycle()
+        self._everything = self._new_choice(())
+        self._window = InTurn()
+        self._by_version = eviction == "oldest"  # what a prompt's items are evicted by, or reward
+        self._newest_version: int | None = None  # that ``expire`` was called with
+        self._oldest_allowed: float = -math.inf  # version of what is stored
+        self._expiry = _Expiry()
 
     @property
     def num_trajectories(self) -> int:
@@ -426,15 +259,83 @@ class Buffer:
         return self.num_tokens / self.max_tokens
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:
-        """Store trajectories in the given order, copying them.
+        """Store trajectories in the given order, copying them; many at once are fastest.
 
         Raises:
             ValueError: a record breaks its own rules, or its prompt's tokens differ from those
                 stored for its prompt_id. Those before it in ``trajectories`` are stored.
         """
-        for trajectory in trajectories:
-            check(trajectory)
-            self._add(trajectory)
+        source = iter(trajectories)
+        while chunk := list(islice(source, _CHUNK)):
+            if self._store.should_compact():
+                self._compact()
+            checked = all_valid(chunk)
+            try:
+                for trajectory in chunk:
+                    if not checked:
+                        check(trajectory)
+                    self._add(trajectory)
+            finally:
+                self._store.flush()
+
+    def expire(self, version: int) -> None:
+        """Remove what is more than ``max_staleness`` older than a version of the weights.
+
+        That is what has ``version_start < version - max_staleness``; the same is not stored when it
+        comes later. Of the versions given the newest counts. Without ``max_staleness`` nothing
+        happens. The time taken is that of the items removed.
+        """
+        if self._newest_version is None or version > self._newest_version:
+            self._newest_version = int(version)
+        if self.max_staleness is None:
+            return
+        self._oldest_allowed = self._newest_version - self.max_staleness
+        arrivals = np.array(self._expiry.pop_before(self._oldest_allowed), np.int64)
+        rows, _ = self._store.live_rows(arrivals)
+        for row, prompt_id in zip(
+            rows.tolist(), self._store.columns["prompt_id"][rows].tolist(), strict=True
+        ):
+            self.num_expired += 1
+            self._remove(prompt_id, row)
+            self._update_choices(prompt_id)
+
+    def set_reference(
+        self, items: Sequence[int], logprobs: Sequence[np.ndarray], version: int
+    ) -> None:
+        """Replace the reference's log-probs of stored items, as after a new reference.
+
+        Args:
+            items: arrival numbers, from ``Group.items``; one that is stored no more is passed over.
+            logprobs: as many float32 arrays, [T] each, nats, at the training temperature.
+            version: weights version of the reference that they are of, at least 0.
+
+        Raises:
+            ValueError: an array doesn't fit its item, or another argument is wrong; nothing is
+                written then.
+        """
+        if len(items) != len(logprobs):
+            raise ValueError(f"set_reference: {len(logprobs)} arrays for {len(items)} items")
+        if not 0 <= version < 2**63:
+            raise ValueError(f"set_reference: version must be at least 0, got {version}")
+        arrivals = np.array(items, np.int64)  # [n]
+        if arrivals.size and not 0 <= arrivals.min() <= arrivals.max() < self._next_arrival:
+            raise ValueError(f"set_reference: items must be in 0..{self._next_arrival - 1}")
+        for item, values in zip(items, logprobs, strict=True):
+            if values.dtype != np.float32 or values.ndim != 1:
+                raise ValueError(
+                    f"set_reference: item {item} must have a 1-d float32 array, "
+                    f"got {values.dtype} with shape {values.shape}"
+                )
+        rows, found = self._store.live_rows(arrivals)
+        stored = [values for values, here in zip(logprobs, found.tolist(), strict=True) if here]
+        lengths = self._store.columns["length"][rows].tolist()
+        for row, values, length in zip(rows.tolist(), stored, lengths, strict=True):
+            if len(values) != length:
+                item = self._store.columns["arrival"][row]
+                raise ValueError(
+                    f"set_reference: item {item} has {length} tokens, got {len(values)} log-probs"
+                )
+        self._store.set_reference(rows, stored, version)
 
     def new_window(self) -> None:
         """Begin a new recency window with the next trajectory stored; till then keep the old."""
@@ -444,19 +345,21 @@ class Buffer:
         """Whether ``draw(num_prompts, k)`` would give ``num_prompts`` groups."""
         return len(self._everything) >= num_prompts
 
-    def draw(self, num_prompts: int, k: int) -> list[Group]:
+    def draw(self, num_prompts: int, k: int, *, recency_prob: float | None = None) -> list[Group]:
         """Draw responses of ``num_prompts`` different prompts and count the use of each.
 
         Each slot decides by itself: with probability ``recency_prob`` it takes the next prompt of
         the window and draws of its window items uniformly; otherwise, or if the window has no
         prompt that this draw can still take, it takes the next prompt of the whole store and draws
         of its items by the rule. Window and store each take their prompts in turn, none again
-        before the others have come (arXiv 2503.18929, section 4.2). A prompt takes part while it
-        has at least 2 items to choose from.
+        before the others have come (arXiv 2503.18929, section 4.2), but the store by weight if
+        there is a ``prompt_priority``. A prompt takes part while it has at least 2 items to choose
+        from.
 
         Args:
             num_prompts: slots, at least 1.
             k: responses per prompt, at least 2.
+            recency_prob: m for this draw, 0..1; None: the buffer's own.
 
         Returns:
             At most ``num_prompts`` groups of different prompts; fewer only if the whole store has
@@ -464,7 +367,7 @@ class Buffer:
             ``fill_groups`` always k, among them each of the items if there are fewer than k.
 
         Raises:
-            ValueError: an argument is too small, or the rule returned something else than k
+            ValueError: an argument is out of range, or the rule returned something else than k
                 distinct indices.
         """
         if num_prompts < 1 or k < MIN_GROUP:
@@ -472,11 +375,46 @@ class Buffer:
                 f"draw needs at least 1 prompt and {MIN_GROUP} responses of each, "
                 f"got num_prompts={num_prompts}, k={k}"
             )
-        groups: list[Group] = []
+        if recency_prob is None:
+            recency_prob = self.recency_prob
+        _check_recency_prob(recency_prob)
+        slots = self._choose_prompts(num_prompts, recency_prob)
+        if not slots:
+            return []
+        store = self._store
+        window_row = store.row_of(self._window_start)
+        choices = []  # rows of each slot, [n], in order of arrival
+        for prompt_id, recent in slots:
+            rows = np.array(self._prompts[prompt_id].rows)
+            rows.sort()
+            choices.append(rows[np.searchsorted(rows, window_row) :] if recent else rows)
+        # One look at the columns for all slots: it costs more per call than per row.
+        entries = self._entries(np.concatenate(choices))
+        chosen = []
+        end = 0
+        for (_, recent), rows in zip(slots, choices, strict=True):
+            start, end = end, end + rows.shape[0]
+            mine = Entries(
+                rewards=entries.rewards[start:end],
+                versions=entries.versions[start:end],
+                arrivals=entries.arrivals[start:end],
+            )
+            chosen.append(rows[self._choose_items(mine, k, recent)])
+        return self._make_groups([prompt_id for prompt_id, _ in slots], chosen)
+
+    def _choose_prompts(self, num_prompts: int, recency_prob: float) -> list[tuple[int, bool]]:
+        """The prompt of each slot, and whether it is drawn from the window."""
+        if isinstance(self._everything, ByReward) and self._everything.changed:
+            items = [np.array(self._prompts[p].rows) for p in self._everything.changed]
+            for rows in items:
+                rows.sort()
+            rewards = self._store.columns["reward"][np.concatenate(items)]
+            self._everything.set_rewards(rewards, list(map(len, items)))
+        slots: list[tuple[int, bool]] = []
         taken: set[int] = set()
         for _ in range(num_prompts):
             prompt_id = None
-            recent = bool(self._rng.random() < self.recency_prob)
+            recent = bool(self._rng.random() < recency_prob)
             if recent:
                 prompt_id = self._window.draw(self._rng, taken)
             if prompt_id is None:
@@ -485,28 +423,25 @@ class Buffer:
             if prompt_id is None:
                 break
             taken.add(prompt_id)
-            groups.append(self._draw_group(prompt_id, k, recent))
-        return groups
+            slots.append((prompt_id, recent))
+        return slots
 
-    def _draw_group(self, prompt_id: int, k: int, recent: bool) -> Group:
-        prompt = self._prompts[prompt_id]
-        rows = self._store.rows_of(self._window_items(prompt) if recent else prompt.items)  # [n]
-        entries = self._store.entries(rows)
+    def _entries(self, rows: np.ndarray) -> Entries:
+        columns = self._store.columns
+        arrays = [columns[name][rows] for name in ("reward", "version_start", "arrival")]
+        for values in arrays:
+            values.flags.writeable = False
+        return Entries(rewards=arrays[0], versions=arrays[1], arrivals=arrays[2])
+
+    def _choose_items(self, entries: Entries, k: int, recent: bool) -> np.ndarray:
+        """Indices of the group's items among a prompt's, int64 [k] or fewer."""
         rule = uniform if recent else self.rule
         chosen = self._apply(rule, entries, min(k, len(entries)))
         if self.fill_groups and k > len(entries):
             # All items are in; each further place is a draw of its own from all of them.
             more = [self._apply(rule, entries, 1) for _ in range(k - len(entries))]
             chosen = np.concatenate([chosen, *more])
-        rows = rows[chosen]  # [k]
-        uses = self._store.rows["uses"]
-        group = Group(
-            prompt_id=prompt_id,
-            trajectories=self._store.read(rows, np.frombuffer(prompt.tokens, np.int32)),
-            uses=uses[rows].tolist(),
-        )
-        np.add.at(uses, rows, 1)  # counts an item twice where a filled group holds it twice
-        return group
+        return chosen
 
     def _apply(self, rule: Rule, entries: Entries, k: int) -> np.ndarray:
         chosen = np.asarray(rule(entries, k, self._rng))
@@ -520,93 +455,165 @@ class Buffer:
             )
         return chosen
 
-    def _window_items(self, prompt: _Prompt) -> list[int]:
-        return prompt.items[bisect_left(prompt.items, self._window_start) :]
+    def _make_groups(self, prompt_ids: list[int], chosen: list[np.ndarray]) -> list[Group]:
+        """Read the chosen rows of each prompt and count their use."""
+        store = self._store
+        rows = np.concatenate(chosen)
+        prompts = []
+        for prompt_id, mine in zip(prompt_ids, chosen, strict=True):
+            tokens = np.frombuffer(self._prompts[prompt_id].tokens, np.int32)
+            prompts += [tokens] * mine.shape[0]
+        trajectories = store.read(rows, prompts)
+        uses = store.columns["uses"][rows].tolist()
+        items = store.columns["arrival"][rows].tolist()
+        np.add.at(store.columns["uses"], rows, 1)  # a filled group can hold an item twice
+        groups = []
+        end = 0
+        for prompt_id, mine in zip(prompt_ids, chosen, strict=True):
+            start, end = end, end + mine.shape[0]
+            group = Group(
+                prompt_id=prompt_id,
+                trajectories=trajectories[start:end],
+                uses=uses[start:end],
+                items=items[start:end],
+            )
+            groups.append(group)
+        return groups
 
     def _add(self, t: Trajectory) -> None:
-        self.num_received += 1
         prompt_id = int(t.prompt_id)
         prompt = self._prompts.get(prompt_id)
         prompt_bytes = t.prompt_tokens.tobytes()
         if prompt is not None and prompt.tokens != prompt_bytes:
-            self.num_received -= 1
             raise ValueError(
                 f"trajectory of prompt {prompt_id}: its prompt_tokens differ from those stored; "
                 "a prompt_id must always mean the same prompt, formatted and tokenized the same way"
             )
-        length, prompt_length = t.response_tokens.shape[0], t.prompt_tokens.shape[0]
+        self.num_received += 1
+        length, prompt_length = len(t.response_tokens), len(t.prompt_tokens)
         if length + prompt_length > self.max_tokens:
             self.num_dropped += 1
             return
+        if t.version_start < self._oldest_allowed:
+            self.num_expired += 1
+            return
 
-        response = t.response_tokens.tobytes()
-        key = _response_hash(response)
+        store = self._store
+        key = t.version_start if self._by_version else t.reward
+        response_hash = 0
+        if self.deduplicate:
+            response = t.response_tokens.tobytes()
+            response_hash = _response_hash(response)
         if prompt is not None:
-            twin = prompt.item_of.get(key) if self.deduplicate else None
-            if twin is not None and self._store.response_bytes(twin) == response:
-                self.num_duplicates += 1
-                self._remove(prompt_id, twin)
-            if len(prompt.items) == self.capacity_per_prompt:
-                version, arrival = self._oldest_version(prompt)
-                if t.version_start < version:
+            twin = prompt.item_of.get(response_hash) if self.deduplicate else None
+            if twin is not None:
+                row = store.row_of(twin)
+                if store.response_bytes(row) == response:
+                    self.num_duplicates += 1
+                    self._remove(prompt_id, row)
+            if len(prompt.rows) == self.capacity_per_prompt:
+                if key < prompt.keys[0]:
                     self.num_dropped += 1
                     return
                 self.num_evicted += 1
-                self._remove(prompt_id, arrival)
-        touched = {prompt_id}
+                self._remove(prompt_id, prompt.rows[0])
         # Evicting may take the prompt's own last item, and the prompt with it: look again each turn
-        while (
-            self.num_tokens + length + (0 if prompt_id in self._prompts else prompt_length)
-            > self.max_tokens
+        room = self.max_tokens - length
+        while store.live_tokens + self._prompt_tokens > (
+            room if prompt_id in self._prompts else room - prompt_length
         ):
-            owner, arrival = self._store.oldest()
-            self.num_evicted += 1
-            self._remove(owner, arrival)
-            touched.add(owner)
+            owner = self._evict_one()
+            # Its own prompt waits: one that loses an item and gets one back keeps its turn.
+            if owner != prompt_id:
+                self._update_choices(owner)
 
-        if self._window_pending:
-            self._window_pending = False
-            self._window_start = self._next_arrival
-            self._window = _Cycle()
-        if prompt_id not in self._prompts:
-            self._prompts[prompt_id] = _Prompt(prompt_bytes)
-            self._prompt_tokens += prompt_length
-        prompt = self._prompts[prompt_id]
         arrival = self._next_arrival
         self._next_arrival += 1
-        self._store.append(t, arrival)
-        prompt.items.append(arrival)
-        if self.deduplicate:
-            prompt.item_of[key] = arrival
-        # Only now: a prompt that loses an item and gets one back must not lose its turn.
-        for changed in touched:
-            self._update_cycles(changed)
-
-    def _oldest_version(self, prompt: _Prompt) -> tuple[int, int]:
-        """Version and arrival number of the item that goes first when the prompt is full."""
-        versions = self._store.rows["version_start"][self._store.rows_of(prompt.items)]
-        oldest = int(versions.argmin())  # the first, hence the earliest, of equals
-        return int(versions[oldest]), prompt.items[oldest]
-
-    def _remove(self, prompt_id: int, arrival: int) -> None:
+        if self._window_pending:
+            self._window_pending = False
+            self._window_start = arrival
+            self._window = InTurn()
+            self._recent = {}
+        if prompt_id not in self._prompts:
+            self._prompts[prompt_id] = self._new_prompt(prompt_bytes)
+            self._prompt_tokens += prompt_length
         prompt = self._prompts[prompt_id]
+        prompt.insert(key, store.append(t, arrival, response_hash))
         if self.deduplicate:
-            key = _response_hash(self._store.response_bytes(arrival))
-            # If two responses ever share a hash, the entry is the later one's.
-            if prompt.item_of.get(key) == arrival:
-                del prompt.item_of[key]
-        del prompt.items[bisect_left(prompt.items, arrival)]
-        self._store.remove(arrival)
-        if not prompt.items:
+            prompt.item_of[response_hash] = arrival
+        self._recent[prompt_id] = self._recent.get(prompt_id, 0) + 1
+        if self.max_staleness is not None:
+            self._note_expiry(int(t.version_start), arrival)
+        self._update_choices(prompt_id)
+
+    def _new_prompt(self, tokens: bytes) -> _Prompt:
+        return _Prompt(tokens, array("q" if self._by_version else "d"))
+
+    def _new_choice(self, members: Iterable[int], used: Iterable[int] = ()) -> InTurn:
+        if self.prompt_priority == "none":
+            return InTurn(members, used)
+        return ByReward(
+            [*members, *used], kind=self.prompt_priority, temperature=self.prompt_temperature
+        )
+
+    def _note_expiry(self, version: int, arrival: int) -> None:
+        self._expiry.add(version, arrival)
+        # It isn't told of other removals, so that it is made anew now and then.
+        if self._expiry.size > 2 * self.num_trajectories + _CHUNK:
+            self._store.flush()
+            self._fill_expiry()
+
+    def _fill_expiry(self) -> None:
+        columns, n = self._store.columns, self._store.num_rows
+        live = np.flatnonzero(columns["live"][:n])
+        self._expiry = _Expiry()
+        for version, arrival in zip(
+            columns["version_start"][live].tolist(), columns["arrival"][live].tolist(), strict=True
+        ):
+            self._expiry.add(version, arrival)
+
+    def _evict_one(self) -> int:
+        """Remove what goes first of the whole store, and return its prompt."""
+        store = self._store
+        row = store.oldest() if self._by_version else store.lowest()
+        prompt_id = store.prompt_of(row)
+        self.num_evicted += 1
+        self._remove(prompt_id, row)
+        return prompt_id
+
+    def _remove(self, prompt_id: int, row: int) -> None:
+        prompt = self._prompts[prompt_id]
+        position = 0
+        if prompt.rows[0] != row:
+            version, reward = self._store.evicted_by(row)
+            position = prompt.find(version if self._by_version else reward, row)
+        prompt.remove(position)
+        arrival, response_hash = self._store.remove(row)
+        # If two responses ever share a hash, the entry is the later one's.
+        if self.deduplicate and prompt.item_of.get(response_hash) == arrival:
+            del prompt.item_of[response_hash]
+        if arrival >= self._window_start:
+            self._recent[prompt_id] -= 1
+        if not prompt.rows:
             self._prompt_tokens -= len(prompt.tokens) // 4
             del self._prompts[prompt_id]
 
-    def _update_cycles(self, prompt_id: int) -> None:
+    def _update_choices(self, prompt_id: int) -> None:
+        """Let a prompt take part in draws or not, after any change of its items."""
         prompt = self._prompts.get(prompt_id)
-        items = prompt.items if prompt is not None else []
-        recent = len(items) - bisect_left(items, self._window_start)
-        self._everything.set_member(prompt_id, len(items) >= MIN_GROUP)
-        self._window.set_member(prompt_id, recent >= MIN_GROUP)
+        items = 0 if prompt is None else len(prompt.rows)
+        # With more than MIN_GROUP items it took part before, be the change an item more or fewer.
+        if items <= MIN_GROUP or self.prompt_priority != "none":
+            self._everything.set_member(prompt_id, items >= MIN_GROUP)
+        recent = self._recent.get(prompt_id, 0)
+        if recent <= MIN_GROUP:
+            self._window.set_member(prompt_id, recent >= MIN_GROUP)
+
+    def _compact(self) -> None:
+        moved = self._store.compact()
+        for prompt in self._prompts.values():
+            rows = np.frombuffer(prompt.rows, np.int64)
+            rows[:] = moved[rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue with the same later draws.
@@ -616,27 +623,19 @@ class Buffer:
             copies (safe to write in another thread), ``meta`` is plain JSON (its generator state
             holds ints of 128 bits). Settings are not in it: those of the loading buffer hold.
         """
-        store = self._store
-        store.compact()
-        n = store.num_rows
+        self._compact()
         prompts = self._prompts
-        arrays = {name: store.rows[name][:n].copy() for name in _SAVED}
-        arrays["arrival"] = store.arrivals[:n].copy()
-        arrays["parts"] = np.empty((n, len(store.parts)))  # [R, parts]
-        for i, values in enumerate(store.parts.values()):
-            arrays["parts"][:, i] = values[:n]
-        for name, arena in store.arenas.items():
-            arrays[name] = arena[: store.end].copy()
+        arrays = self._store.state_arrays()
         arrays["prompt.id"] = np.array(list(prompts), np.int64)
         arrays["prompt.length"] = np.array([len(p.tokens) // 4 for p in prompts.values()], np.int64)
         arrays["prompt.tokens"] = np.frombuffer(
             b"".join(p.tokens for p in prompts.values()), np.int32
         ).copy()
-        for name, cycle in (("everything", self._everything), ("window", self._window)):
-            arrays[f"{name}.fresh"] = np.array(cycle.fresh, np.int64)
-            arrays[f"{name}.used"] = np.array(list(cycle.used), np.int64)
+        for name, choice in (("everything", self._everything), ("window", self._window)):
+            arrays[f"{name}.fresh"] = np.array(choice.fresh, np.int64)
+            arrays[f"{name}.used"] = np.array(list(choice.used), np.int64)
         meta = {name: getattr(self, name) for name in _COUNTERS}
-        meta["part_names"] = list(store.parts)
+        meta["part_names"] = list(self._store.parts)
         meta["window_pending"] = self._window_pending
         meta["rng"] = self._rng.bit_generator.state
         return {"arrays": arrays, "meta": meta}
@@ -644,7 +643,8 @@ class Buffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the contents, counters and generator by those of a saved state.
 
-        Where this buffer's bounds are smaller than the saved one's, what is too much is evicted.
+        Where this buffer's bounds are smaller than the saved one's, what is too much is evicted,
+        and what is too stale expires.
 
         Raises:
             ValueError: the state is incomplete or contradicts itself; the buffer is then unchanged.
@@ -656,89 +656,124 @@ class Buffer:
             rng.bit_generator.state = meta["rng"]
         except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise ValueError(f"buffer state: rng is not a generator's state: {error}") from error
+        store = Store.from_state(self.max_tokens, arrays, meta["part_names"])
+        prompts = self._load_prompts(arrays, store)
+        recent = {}
+        for prompt_id, prompt in prompts.items():
+            window_row = store.row_of(meta["_window_start"])
+            recent[prompt_id] = int((np.array(prompt.rows) >= window_row).sum())
+        counts = (
+            ("everything", {prompt_id: len(prompt.rows) for prompt_id, prompt in prompts.items()}),
+            ("window", recent),
+        )
+        for name, items in counts:
+            saved = [*arrays[f"{name}.fresh"].tolist(), *arrays[f"{name}.used"].tolist()]
+            if sorted(saved) != sorted(p for p, count in items.items() if count >= MIN_GROUP):
+                raise ValueError(
+                    f"buffer state: {name}.fresh and .used are not the prompts to draw"
+                )
 
-        n, num_tokens = arrays["arrival"].shape[0], arrays["tokens"].shape[0]
-        store = _Store(self.max_tokens)
-        store.num_rows = store.num_live = n
-        store.end = store.live_tokens = num_tokens
-        store.arrivals = arrays["arrival"].copy()
-        store.rows = np.zeros(n, _ROW)
-        for name in _SAVED:
-            store.rows[name] = arrays[name]
-        store.rows["start"] = np.cumsum(arrays["length"]) - arrays["length"]
-        store.rows["live"] = True
-        store.parts = {
-            name: arrays["parts"][:, i].copy() for i, name in enumerate(meta["part_names"])
-        }
-        store.arenas = {name: arrays[name].copy() for name, _ in _ARENAS}
+        self._rng = rng
+        self._store = store
+        self._prompts = prompts
+        self._prompt_tokens = arrays["prompt.tokens"].shape[0]
+        self._recent = recent
+        self._everything = self._new_choice(
+            arrays["everything.fresh"].tolist(), arrays["everything.used"].tolist()
+        )
+        self._window = InTurn(arrays["window.fresh"].tolist(), arrays["window.used"].tolist())
+        self._window_pending = meta["window_pending"]
+        for name in _COUNTERS:
+            setattr(self, name, meta[name])
+        if self.max_staleness is not None:
+            self._fill_expiry()
+        self._shrink_to_bounds()
 
+    def _load_prompts(self, arrays: dict[str, np.ndarray], store: Store) -> dict[int, _Prompt]:
         prompts: dict[int, _Prompt] = {}
         end = 0
         for prompt_id, length in zip(
             arrays["prompt.id"].tolist(), arrays["prompt.length"].tolist(), strict=True
         ):
-            prompts[prompt_id] = _Prompt(arrays["prompt.tokens"][end : end + length].tobytes())
+            tokens = arrays["prompt.tokens"][end : end + length].tobytes()
+            prompts[prompt_id] = self._new_prompt(tokens)
             end += length
-        for prompt_id, arrival in zip(
-            arrays["prompt_id"].tolist(), arrays["arrival"].tolist(), strict=True
-        ):
-            if prompt_id not in prompts:
-                raise ValueError(f"buffer state: prompt {prompt_id} has responses but no tokens")
-            prompt = prompts[prompt_id]
-            prompt.items.append(arrival)
-            if self.deduplicate:
-                prompt.item_of[_response_hash(store.response_bytes(arrival))] = arrival
-        cycles = []
-        window_start = meta["_window_start"]
-        for name, since in (("everything", 0), ("window", window_start)):
-            cycle = _Cycle(arrays[f"{name}.fresh"].tolist(), arrays[f"{name}.used"].tolist())
-            members = [
-                prompt_id
-                for prompt_id, prompt in prompts.items()
-                if len(prompt.items) - bisect_left(prompt.items, since) >= MIN_GROUP
-            ]
-            if sorted([*cycle.fresh, *cycle.used]) != sorted(members):
-                raise ValueError(
-                    f"buffer state: {name}.fresh and .used are not the prompts to draw"
-                )
-            cycles.append(cycle)
+        owners = arrays["prompt_id"]
+        missing = set(owners.tolist()) - prompts.keys()
+        if missing:
+            raise ValueError(f"buffer state: prompt {min(missing)} has responses but no tokens")
+        keys = arrays["version_start" if self._by_version else "reward"]
+        # One prompt after another, each in the order of eviction; the sort keeps that of arrival.
+        rows = np.lexsort((keys, owners))
+        ends = np.flatnonzero(np.diff(owners[rows])) + 1
+        for mine in np.split(rows, ends) if rows.size else ():
+            prompt = prompts[int(owners[mine[0]])]
+            prompt.rows.frombytes(mine.astype(np.int64).tobytes())
+            prompt.keys.frombytes(keys[mine].tobytes())
+        if self.deduplicate:
+            hashes = store.columns["response_hash"]
+            arrivals = arrays["arrival"].tolist()
+            for row, prompt_id in enumerate(owners.tolist()):
+                hashes[row] = response_hash = _response_hash(store.response_bytes(row))
+                prompts[prompt_id].item_of[response_hash] = arrivals[row]
+        return prompts
 
-        self._rng = rng
-        self._store = store
-        self._prompts = prompts
-        self._prompt_tokens = end
-        self._everything, self._window = cycles
-        self._window_pending = meta["window_pending"]
-        for name in _COUNTERS:
-            setattr(self, name, meta[name])
-        self._evict_to_bounds()
-
-    def _evict_to_bounds(self) -> None:
+    def _shrink_to_bounds(self) -> None:
+        if self._newest_version is not None:
+            self.expire(self._newest_version)
         for prompt_id, prompt in list(self._prompts.items()):
-            while len(prompt.items) > self.capacity_per_prompt:
+            while len(prompt.rows) > self.capacity_per_prompt:
                 self.num_evicted += 1
-                self._remove(prompt_id, self._oldest_version(prompt)[1])
-                self._update_cycles(prompt_id)
+                self._remove(prompt_id, prompt.rows[0])
+                self._update_choices(prompt_id)
         while self.num_tokens > self.max_tokens:
-            prompt_id, arrival = self._store.oldest()
-            self.num_evicted += 1
-            self._remove(prompt_id, arrival)
-            self._update_cycles(prompt_id)
+            self._update_choices(self._evict_one())
 
 
 _COUNTERS = (
     "num_received",
     "num_duplicates",
     "num_evicted",
+    "num_expired",
     "num_dropped",
     "_next_arrival",
     "_window_start",
+    "_newest_version",
 )
 
 
+class _Expiry:
+    """Arrival numbers by version, also of items that are stored no more."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._by_version: dict[int, array] = {}
+        self._versions: list[int] = []  # a heap
+
+    def add(self, version: int, arrival: int) -> None:
+        if version not in self._by_version:
+            self._by_version[version] = array("q")
+            heappush(self._versions, version)
+        self._by_version[version].append(arrival)
+        self.size += 1
+
+    def pop_before(self, version: int) -> list[int]:
+        """All of versions before this one, in order of arrival; they are forgotten here."""
+        arrivals: list[int] = []
+        while self._versions and self._versions[0] < version:
+            arrivals += self._by_version.pop(heappop(self._versions))
+        self.size -= len(arrivals)
+        return sorted(arrivals)
+
+
+def _check_recency_prob(recency_prob: float) -> None:
+    if not 0 <= recency_prob <= 1:
+        raise ValueError(f"buffer.recency_prob must be in 0..1, got {recency_prob}")
+
+
 def _response_hash(response: bytes) -> int:
-    """64 bits of a response's tokens, the same in every process (unlike Python's hash)."""
-    return int.from_bytes(blake2b(response, digest_size=8).digest(), "little")
+    """64 bits of a response's tokens, which differ between processes and are never saved."""
+    return hash(response)
 
 
 def _check_state(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
@@ -746,33 +781,16 @@ def _check_state(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
     for name in (*_COUNTERS, "part_names", "window_pending", "rng"):
         if name not in meta:
             raise ValueError(f"buffer state: meta lacks {name}")
-    dtypes: dict[str, Any] = {name: _ROW[name] for name in _SAVED} | dict(_ARENAS)
-    dtypes |= {"arrival": np.int64, "parts": np.float64, "prompt.tokens": np.int32}
-    for name in ("prompt.id", "prompt.length"):
-        dtypes[name] = np.int64
+    check_state(arrays, len(meta["part_names"]))
+    dtypes: dict[str, Any] = {"prompt.id": np.int64, "prompt.length": np.int64}
+    dtypes |= {"prompt.tokens": np.int32}
     for name in ("everything", "window"):
         dtypes |= {f"{name}.fresh": np.int64, f"{name}.used": np.int64}
-    for name, dtype in dtypes.items():
-        if name not in arrays or arrays[name].dtype != dtype:
-            raise ValueError(f"buffer state: {name} is missing or is not {np.dtype(dtype)}")
-    rows = arrays["arrival"].shape[0]
-    tokens = arrays["tokens"].shape[0]
-    shapes: dict[str, tuple[int, ...]] = {name: (rows,) for name in _SAVED}
-    shapes |= {name: (tokens,) for name, _ in _ARENAS}
-    shapes["parts"] = (rows, len(meta["part_names"]))
-    shapes["prompt.length"] = arrays["prompt.id"].shape
-    for name, shape in shapes.items():
-        if arrays[name].shape != shape:
-            raise ValueError(f"buffer state: {name} has shape {arrays[name].shape}, not {shape}")
-    for name, lengths, total, least in (
-        ("length", arrays["length"], tokens, 1),
-        ("prompt.length", arrays["prompt.length"], arrays["prompt.tokens"].shape[0], 0),
-    ):
-        if lengths.size and (lengths.min() < least or lengths.max() > total):
-            raise ValueError(f"buffer state: {name} has values outside {least}..{total}")
-        if lengths.sum() != total:
-            raise ValueError(f"buffer state: {name} sums to {lengths.sum()}, not {total}")
-    if rows and (np.diff(arrays["arrival"]).min(initial=1) < 1 or arrays["arrival"][0] < 0):
-        raise ValueError("buffer state: arrival is not strictly ascending from 0 or more")
-    if rows and arrays["arrival"][-1] >= meta["_next_arrival"]:
+    require_arrays(arrays, dtypes)
+    if arrays["prompt.length"].shape != arrays["prompt.id"].shape:
+        raise ValueError("buffer state: prompt.length and prompt.id differ in shape")
+    require_lengths(
+        "prompt.length", arrays["prompt.length"], arrays["prompt.tokens"].shape[0], least=0
+    )
+    if arrays["arrival"].size and arrays["arrival"][-1] >= meta["_next_arrival"]:
         raise ValueError("buffer state: arrival goes beyond _next_arrival")

@@ -1,4 +1,4 @@
-"""Saving the policy as an ordinary Hugging Face folder."""
+"""Saving the policy as an ordinary Hugging Face folder, its log Z head (if any) with it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from model import LogZHead
+
+LOG_Z_FILE = "log_z_head.safetensors"
 
 
 def save_policy(
@@ -17,6 +22,8 @@ def save_policy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     state: Mapping[str, Any],
+    *,
+    log_z_head: LogZHead | None = None,
 ) -> Path:
     """Writes weights (safetensors), tokenizer and `trainer.json` beside `folder`, then renames.
 
@@ -28,6 +35,8 @@ def save_policy(
     beside.mkdir(parents=True)
     model.save_pretrained(beside, safe_serialization=True)
     tokenizer.save_pretrained(beside)
+    if log_z_head is not None:
+        save_file(log_z_head.state_dict(), beside / LOG_Z_FILE)
     (beside / "trainer.json").write_text(json.dumps(dict(state), indent=2) + "\n")
     if folder.exists():
         previous = folder.with_name(f".{folder.name}.previous")
@@ -38,3 +47,18 @@ def save_policy(
     else:
         beside.rename(folder)
     return folder
+
+
+def load_log_z_head(folder: Path) -> LogZHead:
+    """The log Z head that was saved with a policy.
+
+    Raises:
+        ValueError: there is none in the folder.
+    """
+    path = folder / LOG_Z_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: the policy was not trained with a log Z head")
+    state = load_file(path)
+    head = LogZHead(state["linear.weight"].shape[1])
+    head.load_state_dict(state)
+    return head

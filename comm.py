@@ -63,6 +63,7 @@ class Ranks:
     local_rank: int
     local_world_size: int
     num_trainers: int
+    searching: bool = True  # False in mode=offline: every rank trains and nothing else
 
     @property
     def is_trainer(self) -> bool:
@@ -71,7 +72,7 @@ class Ranks:
     @property
     def is_searcher(self) -> bool:
         """A world of one rank plays both roles."""
-        return self.rank >= self.num_trainers or self.world_size == 1
+        return self.searching and (self.rank >= self.num_trainers or self.world_size == 1)
 
     @property
     def num_searchers(self) -> int:
@@ -84,7 +85,7 @@ class Ranks:
     def name(self, rank: int | None = None) -> str:
         """`trainer 0`, `searcher 3`, or `trainer+searcher` for a world of one rank."""
         rank = self.rank if rank is None else rank
-        if self.world_size == 1:
+        if self.world_size == 1 and self.searching:
             return "trainer+searcher"
         if rank < self.num_trainers:
             return f"trainer {rank}"
@@ -99,15 +100,22 @@ class Ranks:
         return available[self.local_rank * share : (self.local_rank + 1) * share]
 
 
-def ranks_from_environment(num_trainers: int) -> Ranks:
-    """Reads torchrun's variables; without them this process is the whole world."""
+def ranks_from_environment(num_trainers: int, *, searching: bool = True) -> Ranks:
+    """Reads torchrun's variables; without them this process is the whole world.
+
+    Args:
+        num_trainers: ranks that train, if the others search.
+        searching: False: every rank trains.
+    """
     env = os.environ
+    world_size = int(env.get("WORLD_SIZE", 1))
     return Ranks(
         rank=int(env.get("RANK", 0)),
-        world_size=int(env.get("WORLD_SIZE", 1)),
+        world_size=world_size,
         local_rank=int(env.get("LOCAL_RANK", 0)),
         local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
-        num_trainers=num_trainers,
+        num_trainers=num_trainers if searching else world_size,
+        searching=searching,
     )
 
 

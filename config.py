@@ -41,9 +41,16 @@ class BufferConfig:
 
     rule: Any = MISSING  # `_target_` of a sampling rule in buffer.py, `_partial_`
     recency_prob: float = 0.5  # m: share of prompts drawn from what the last publication brought
+    recency_prob_final: float | None = None  # m falls or rises to it on a line; null: constant
+    recency_prob_target_step: int | None = None  # where the line ends; null: the last step
     capacity_per_prompt: int = 100
     max_tokens: int = 100_000_000  # per trainer
     deduplicate: bool = True  # one copy of equal responses to a prompt (never in mode=sync)
+    eviction: str = "oldest"  # oldest | lowest_reward: what goes first when a bound is reached
+    max_staleness: int | None = None  # steps; older responses are forgotten, and waited for
+    # Prompts outside of the recency window: none (in turn) | reward_variance | difficulty
+    prompt_priority: str = "none"
+    prompt_temperature: float = 1.0  # of difficulty: weight exp(-mean reward / this)
     fill_groups: bool = False  # fewer than K responses: repeat some (the paper), or a smaller group
     initial_trajectories: int = 500  # responses in the buffers before the first step, over all
 
@@ -55,6 +62,7 @@ class RunConfig:
     root: str = "runs"
     name: str | None = None  # null: date, task, model and loss
     rollouts_every: int = 25  # steps between two samples written for reading; 0: none
+    save_trajectories: bool = False  # every one that arrives, for `mode=offline`
     log_every_s: float = 10.0  # between progress lines in a log file
 
 
@@ -62,7 +70,9 @@ class RunConfig:
 class Config:
     """Everything; see `python train.py --cfg job`."""
 
-    mode: str = "async"  # async | sync (generate, train and publish in lock-step)
+    # async | sync (generate, train and publish in lock-step) | offline (no searcher, see `data`)
+    mode: str = "async"
+    data: Any = None  # mode=offline: a run folder, *.traj or *.jsonl files, or a list of them
     seed: int = 0
     task: Any = MISSING
     loss: Any = MISSING
@@ -104,7 +114,13 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         ValueError: one line that names the key and the fix.
     """
     _check_keys(cfg)
-    _one_of("mode", cfg.mode, ("async", "sync"))
+    _one_of("mode", cfg.mode, ("async", "sync", "offline"))
+    _one_of("buffer.eviction", cfg.buffer.eviction, ("oldest", "lowest_reward"))
+    _one_of(
+        "buffer.prompt_priority",
+        cfg.buffer.prompt_priority,
+        ("none", "reward_variance", "difficulty"),
+    )
     _one_of("trainer.precision", cfg.trainer.precision, ("float32", "bfloat16"))
     _one_of("engine.dtype", cfg.engine.dtype, ("auto", *DTYPES))
     _one_of("cluster.device", cfg.cluster.device, ("auto", "cpu", "cuda"))
@@ -125,6 +141,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "searcher.reference_tokens_per_micro_batch",
         "buffer.capacity_per_prompt",
         "buffer.max_tokens",
+        "buffer.prompt_temperature",
         "cluster.trainers",
         "cluster.timeout_s",
         "cluster.heartbeat_timeout_s",
@@ -144,20 +161,31 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "trainer.weight_decay",
         "trainer.lr.warmup_steps",
         "trainer.lr.decay_steps",
+        "trainer.reference_reset_every",
         "buffer.initial_trajectories",
         "eval.every",
         "run.rollouts_every",
         "run.log_every_s",
     )
-    if cfg.trainer.max_grad_norm is not None:
-        _positive(cfg, "trainer.max_grad_norm")
+    for key in (
+        "trainer.max_grad_norm",
+        "trainer.log_z_lr",
+        "buffer.recency_prob_target_step",
+        "buffer.max_staleness",
+    ):
+        if OmegaConf.select(cfg, key) is not None:
+            _positive(cfg, key)
+    if cfg.buffer.recency_prob_final is not None:
+        _within("buffer.recency_prob_final", cfg.buffer.recency_prob_final, 0.0, 1.0)
     _within("searcher.top_p", cfg.searcher.top_p, 0.0, 1.0)
     _within("buffer.recency_prob", cfg.buffer.recency_prob, 0.0, 1.0)
     _within("engine.gpu_memory_utilization", cfg.engine.gpu_memory_utilization, 0.0, 1.0)
     _within("trainer.lr.min_ratio", cfg.trainer.lr.min_ratio, 0.0, 1.0)
     for value in cfg.trainer.adam_betas:
         _within("trainer.adam_betas", value, 0.0, 1.0)
+    _check_exploration(cfg)
     _check_ranks(cfg, ranks)
+    _check_data(cfg)
     _check_batches(cfg, ranks)
     check_engine(cfg.engine.name)
     _check_targets(cfg)
@@ -165,6 +193,8 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
 
 
 def _check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
+    if cfg.mode == "offline":
+        return  # every rank trains
     if ranks.world_size == 1:
         if cfg.mode != "sync":
             raise ValueError(
@@ -180,6 +210,38 @@ def _check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
         )
 
 
+def _check_exploration(cfg: DictConfig) -> None:
+    explore = cfg.searcher.explore
+    for key in ("temperature_prob", "top_p_prob"):
+        _within(f"searcher.explore.{key}", explore[key], 0.0, 1.0)
+    for key in ("temperature_low", "temperature_high", "top_p_low", "top_p_high"):
+        if explore[key] is not None:
+            _positive(cfg, f"searcher.explore.{key}")
+    _within("searcher.explore.top_p_high", explore.top_p_high, 0.0, 1.0)
+    for what in ("temperature", "top_p"):
+        low, high = explore[f"{what}_low"], explore[f"{what}_high"]
+        if low is not None and high is not None and low > high:
+            raise ValueError(
+                f"searcher.explore.{what}_low={low} is above searcher.explore.{what}_high={high}"
+            )
+
+
+def _check_data(cfg: DictConfig) -> None:
+    if (cfg.mode == "offline") != (cfg.data is not None):
+        raise ValueError(
+            "mode=offline needs data=<run folder, *.traj or *.jsonl files>"
+            if cfg.mode == "offline"
+            else f"data={cfg.data} is used by mode=offline only: set mode=offline, or leave it out"
+        )
+    if cfg.data is not None and not all(isinstance(path, str) for path in data_paths(cfg)):
+        raise ValueError(f"data={cfg.data}: give a path, or a list of paths as data=[a,b]")
+
+
+def data_paths(cfg: DictConfig) -> list[str]:
+    """The files and folders of `data`."""
+    return list(cfg.data) if OmegaConf.is_list(cfg.data) else [cfg.data]
+
+
 def _check_batches(cfg: DictConfig, ranks: Ranks) -> None:
     batch, drawn = cfg.trainer.batch_size, cfg.trainer.responses_per_prompt
     generated = cfg.searcher.responses_per_prompt
@@ -187,13 +249,13 @@ def _check_batches(cfg: DictConfig, ranks: Ranks) -> None:
         raise ValueError(
             f"trainer.responses_per_prompt={drawn}: a group needs at least 2 responses to compare"
         )
-    if batch % (drawn * cfg.cluster.trainers):
-        unit = drawn * cfg.cluster.trainers
+    if batch % (drawn * ranks.num_trainers):
+        unit = drawn * ranks.num_trainers
         raise ValueError(
             f"trainer.batch_size={batch} is not a multiple of trainer.responses_per_prompt x "
             f"cluster.trainers = {unit}: try {max(batch // unit, 1) * unit}"
         )
-    if generated < drawn:
+    if generated < drawn and cfg.mode != "offline":
         raise ValueError(
             f"searcher.responses_per_prompt={generated} (S) is less than "
             f"trainer.responses_per_prompt={drawn} (K): raise S to {drawn} or lower K"
@@ -299,6 +361,8 @@ def _check_schedules(cfg: DictConfig) -> None:
 
 def check_num_problems(cfg: DictConfig, ranks: Ranks, count: int) -> None:
     """Raises ValueError if a searcher would have no prompt, or a trainer too few for a draw."""
+    if cfg.mode == "offline":
+        return  # what is trained on is not the task's
     needed = max(ranks.num_searchers, prompts_per_step(cfg))
     if count < needed:
         raise ValueError(

@@ -2,9 +2,10 @@
 
 Two engines with the same methods and results: `VLLMEngine` (vLLM in child processes) and `HFEngine`
 (transformers in this process, where vLLM can't run). Tokens in and tokens out: nothing is
-re-tokenised. Log-probs are those of the distribution really sampled: float32 log-softmax after
-temperature and top-p. An engine takes weights only when asked (`update`), between two generations,
-and forgets its prefix cache with the old weights.
+re-tokenised. Log-probs of what is generated are those of the distribution really sampled: float32
+log-softmax after temperature and top-p. Given responses are scored at any temperature, without
+top-p (`score_responses`). An engine takes weights only when asked (`update`), between two
+generations, and forgets its prefix cache with the old weights.
 
 vLLM must not see torchrun's variables (it would join the job's process group and hang), needs ports
 that no other rank probes, a seed and cores or devices of its own.
@@ -28,6 +29,7 @@ import torch
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    PreTrainedModel,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
@@ -52,6 +54,7 @@ _TORCHRUN_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+_SCORED_TOKENS = 8192  # padded tokens of one forward pass that scores responses (transformers)
 _PORTS_PER_RANK, _RANKS_PER_JOB, _JOB_SLOTS, _FIRST_PORT = 32, 8, 40, 20000
 
 
@@ -130,6 +133,11 @@ def make_engine(cfg: EngineConfig, options: EngineOptions) -> VLLMEngine | HFEng
     return VLLMEngine(cfg, options) if cfg.name == "vllm" else HFEngine(cfg, options)
 
 
+def _split_first(sequences: Sequence[Tokens]) -> tuple[list[Tokens], list[Tokens]]:
+    """The first token of each sequence as its prompt, the others as the response."""
+    return [sequence[:1] for sequence in sequences], [sequence[1:] for sequence in sequences]
+
+
 # --------------------------------------------------------------------------- vLLM
 
 
@@ -151,7 +159,8 @@ class VLLMEngine:
                 skip_tokenizer_init=True,
                 trust_remote_code=options.trust_remote_code,
                 dtype=str(options.dtype).removeprefix("torch."),
-                max_model_len=options.max_model_len,
+                # vLLM scores a sequence only where a token more would fit; it is never computed on
+                max_model_len=options.max_model_len + 1,
                 max_num_seqs=cfg.max_num_seqs,
                 seed=options.seed,
                 enforce_eager=cfg.enforce_eager,
@@ -193,22 +202,42 @@ class VLLMEngine:
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         """Log-prob of every token but the first at temperature 1, float32 [len - 1] each."""
-        params = self._sampling_params(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
-        )
-        outputs = self._run(sequences, params)
-        return [
-            np.array(
-                [
-                    position[token].logprob
-                    for token, position in zip(
-                        sequence[1:], output.prompt_logprobs[1:], strict=True
-                    )
-                ],
-                dtype=np.float32,
-            )
-            for sequence, output in zip(sequences, outputs, strict=True)
+        return self.score_responses(*_split_first(sequences), temperature=1.0)
+
+    def score_responses(
+        self, prompts: Sequence[Tokens], responses: Sequence[Tokens], *, temperature: float
+    ) -> list[np.ndarray]:
+        """Log-probs of given responses at `temperature`, without top-p, float32 [T] each (nats).
+
+        Each sequence is computed from its first token: a prompt's cached keys would save its
+        hidden states, but vLLM reads no cache where it is asked for a prompt's log-probs.
+        """
+        starts = [len(prompt) for prompt in prompts]
+        sequences = [
+            [*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)
         ]
+        params = self._sampling_params(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
+        )
+        with self._logits_divided_by(temperature):
+            outputs = self._run(sequences, params)
+        return [
+            # the first token has none
+            np.asarray(output.prompt_logprobs.logprobs[start - 1 :], dtype=np.float32)
+            for start, output in zip(starts, outputs, strict=True)
+        ]
+
+    @contextmanager
+    def _logits_divided_by(self, temperature: float) -> Iterator[None]:
+        """vLLM takes no temperature for the tokens of a prompt: the model's logits get it."""
+        if temperature == 1.0:
+            yield
+            return
+        self._llm.collective_rpc("tba_divide_logits", args=(temperature,))
+        try:
+            yield
+        finally:
+            self._llm.collective_rpc("tba_divide_logits", args=(None,))
 
     def _run(self, prompts: Sequence[Tokens], params: Any) -> list[Any]:
         """`LLM.generate`, telling `on_step` after every decoding step that the engine is alive."""
@@ -272,6 +301,7 @@ def _clean_environment(cfg: EngineConfig, options: EngineOptions) -> Iterator[No
         VLLM_PORT=str(options.port),
         VLLM_LOGGING_LEVEL=cfg.log_level,
         VLLM_NO_USAGE_STATS="1",
+        VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",  # see max_model_len above
         PYTHONWARNINGS="ignore::FutureWarning",
         VLLM_ENABLE_V1_MULTIPROCESSING="1",
     )
@@ -327,13 +357,18 @@ def pin_process(pid: int, cores: Sequence[int]) -> None:
 
 
 class HFEngine:
-    """transformers' `generate`, in this process."""
+    """transformers' `generate`, in this process.
 
-    def __init__(self, cfg: EngineConfig, options: EngineOptions) -> None:
+    With a `model` it generates from that model as it is at every call, and takes no weights.
+    """
+
+    def __init__(
+        self, cfg: EngineConfig, options: EngineOptions, model: PreTrainedModel | None = None
+    ) -> None:
         self.on_step: Callable[[], None] = _nothing
         self._options = options
         self._batch_size = cfg.max_num_seqs
-        self._model = modeling.load_policy(
+        self._model = model or modeling.load_policy(
             options.path,
             device=options.device,
             dtype=options.dtype,
@@ -393,14 +428,21 @@ class HFEngine:
             truncated=len(stops) == 0,
         )
 
-    @torch.inference_mode()
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         """Log-prob of every token but the first at temperature 1, float32 [len - 1] each."""
-        arrays = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
-        return [
-            modeling.response_logprobs(self._model, [a[:1]], [a[1:]], temperature=1.0).cpu().numpy()
-            for a in arrays
-        ]
+        return self.score_responses(*_split_first(sequences), temperature=1.0)
+
+    def score_responses(
+        self, prompts: Sequence[Tokens], responses: Sequence[Tokens], *, temperature: float
+    ) -> list[np.ndarray]:
+        """Log-probs of given responses at `temperature`, without top-p, float32 [T] each (nats)."""
+        return modeling.unique_response_logprobs(
+            self._model,
+            [np.asarray(prompt, dtype=np.int32) for prompt in prompts],
+            [np.asarray(response, dtype=np.int32) for response in responses],
+            temperature=temperature,
+            tokens_per_micro_batch=_SCORED_TOKENS,
+        )
 
     def join_weights(self, **options: Any) -> None:
         """Starts receiving weights; `options` are the keywords of `weights.Receiver`."""

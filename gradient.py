@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from buffer import Group
 from losses import LossOutput
-from model import distinct, micro_batches, response_logprobs
-from trajectory import Batch, Trajectory
+from model import LogZHead, distinct, micro_batches, prompt_features, response_logprobs
+from trajectory import Batch, StepStats, Trajectory
 
 
 def accumulate_gradient(
@@ -26,7 +26,8 @@ def accumulate_gradient(
     temperature: float,
     autocast: torch.dtype | None,
     tokens_per_micro_batch: int,
-    num_groups: int,
+    stats: StepStats,
+    log_z_head: LogZHead | None = None,
 ) -> dict[str, float]:
     """Adds the gradient of the step's loss to `.grad`, micro-batch by micro-batch.
 
@@ -35,9 +36,13 @@ def accumulate_gradient(
     responses without gradient give d loss / d log-prob, which then weights each response's own
     log-probs. Both ways give the same gradient; the second costs one more forward pass.
 
+    Args:
+        stats: of the whole step, see `step_stats`.
+        log_z_head: for objectives that learn log Z; its gradient is added up like the policy's.
+
     Returns:
         Sums over the groups at hand: `loss/...` and `policy/...` of the objective (they add up to
-        the step's), `tokens`, and per-token sums of -log-prob and |log-prob - behavior log-prob|.
+        the step's), `tokens`, and per-token sums of -log-prob and |log-prob - old log-prob|.
     """
     sums: dict[str, Tensor] = {}
     options: dict[str, Any] = {"temperature": temperature, "autocast": autocast}
@@ -48,17 +53,24 @@ def accumulate_gradient(
         pieces = list(micro_batches([_length(t) for t in trajectories], tokens_per_micro_batch))
         if len(pieces) == 1:
             logprobs = _logprobs(policy, prompts, responses, options)
-            batch = make_batch(part, logprobs, num_groups)
+            batch = make_batch(part, logprobs, stats)
+            batch.log_z = _log_z(policy, part, log_z_head, autocast)
             output = objective(batch, beta=beta)
             output.loss.backward()
         else:
-            batch, output = _two_passes(policy, part, pieces, objective, beta, num_groups, options)
+            logprobs = _logprobs_without_gradient(policy, trajectories, pieces, options)
+            batch = make_batch(part, logprobs.requires_grad_(), stats)
+            batch.log_z = _log_z(policy, part, log_z_head, autocast)
+            output = objective(batch, beta=beta)
+            output.loss.backward()  # to the log-probs, and to the head that learns log Z
+            assert logprobs.grad is not None
+            _weighted_backward(policy, trajectories, pieces, logprobs.grad, options)
         values = {
             "loss/total": output.loss.detach(),
             **output.metrics,
             "tokens": torch.tensor(float(len(batch.policy_logprobs))),
             "policy/entropy_sampled": -batch.policy_logprobs.detach().sum(),
-            "policy/logprob_drift": (batch.policy_logprobs.detach() - batch.behavior_logprobs)
+            "policy/logprob_drift": (batch.policy_logprobs.detach() - batch.old_logprobs)
             .abs()
             .sum(),
         }
@@ -86,41 +98,68 @@ def _logprobs(
     return logprobs[torch.from_numpy(index).to(logprobs.device)]
 
 
-def _two_passes(
+def _logprobs_without_gradient(
     policy: PreTrainedModel,
-    part: Sequence[Group],
+    trajectories: Sequence[Trajectory],
     pieces: Sequence[Sequence[int]],
-    objective: Callable[..., LossOutput],
-    beta: float,
-    num_groups: int,
     options: Mapping[str, Any],
-) -> tuple[Batch, LossOutput]:
-    trajectories = [t for group in part for t in group.trajectories]
-    ends = np.cumsum([len(t.response_tokens) for t in trajectories])
-    starts = ends - [len(t.response_tokens) for t in trajectories]
-
-    def forward(piece: Sequence[int]) -> Tensor:
-        return response_logprobs(
-            policy,
-            [trajectories[i].prompt_tokens for i in piece],
-            [trajectories[i].response_tokens for i in piece],
-            **options,
-        )
-
-    def positions(piece: Sequence[int]) -> np.ndarray:
-        return np.concatenate([np.arange(starts[i], ends[i]) for i in piece])
-
+) -> Tensor:
+    """Log-probs of all responses in order, float32 [N], piece by piece."""
     device = next(policy.parameters()).device
-    logprobs = torch.zeros(int(ends[-1]), device=device)
+    logprobs = torch.zeros(sum(len(t.response_tokens) for t in trajectories), device=device)
     with torch.no_grad():
         for piece in pieces:
-            logprobs[positions(piece)] = forward(piece)
-    batch = make_batch(part, logprobs.requires_grad_(), num_groups)
-    output = objective(batch, beta=beta)
-    (weights,) = torch.autograd.grad(output.loss, logprobs)
+            logprobs[_positions(trajectories, piece)] = _forward(
+                policy, trajectories, piece, options
+            )
+    return logprobs
+
+
+def _weighted_backward(
+    policy: PreTrainedModel,
+    trajectories: Sequence[Trajectory],
+    pieces: Sequence[Sequence[int]],
+    weights: Tensor,
+    options: Mapping[str, Any],
+) -> None:
+    """Adds the gradient of the log-probs' sum, weighted by d loss / d log-prob [N], to `.grad`."""
     for piece in pieces:
-        (forward(piece) * weights[positions(piece)]).sum().backward()
-    return batch, output
+        logprobs = _forward(policy, trajectories, piece, options)
+        (logprobs * weights[_positions(trajectories, piece)]).sum().backward()
+
+
+def _forward(
+    policy: PreTrainedModel,
+    trajectories: Sequence[Trajectory],
+    piece: Sequence[int],
+    options: Mapping[str, Any],
+) -> Tensor:
+    return response_logprobs(
+        policy,
+        [trajectories[i].prompt_tokens for i in piece],
+        [trajectories[i].response_tokens for i in piece],
+        **options,
+    )
+
+
+def _positions(trajectories: Sequence[Trajectory], piece: Sequence[int]) -> np.ndarray:
+    """Where the tokens of some responses lie among those of all, int64."""
+    ends = np.cumsum([len(t.response_tokens) for t in trajectories])
+    starts = ends - [len(t.response_tokens) for t in trajectories]
+    return np.concatenate([np.arange(starts[i], ends[i]) for i in piece])
+
+
+def _log_z(
+    policy: PreTrainedModel,
+    part: Sequence[Group],
+    head: LogZHead | None,
+    autocast: torch.dtype | None,
+) -> Tensor | None:
+    """The learned log Z of each group's prompt, float32 [G]."""
+    if head is None:
+        return None
+    prompts = [group.trajectories[0].prompt_tokens for group in part]
+    return head(prompt_features(policy, prompts, autocast=autocast))
 
 
 def _length(trajectory: Trajectory) -> int:
@@ -145,7 +184,7 @@ def whole_group_micro_batches(groups: Sequence[Group], max_tokens: int) -> Itera
         yield part
 
 
-def make_batch(groups: Sequence[Group], policy_logprobs: Tensor, num_groups: int) -> Batch:
+def make_batch(groups: Sequence[Group], policy_logprobs: Tensor, stats: StepStats) -> Batch:
     """The record that objectives see, for the responses of `groups` in order."""
     device = policy_logprobs.device
     trajectories = [t for group in groups for t in group.trajectories]
@@ -163,20 +202,55 @@ def make_batch(groups: Sequence[Group], policy_logprobs: Tensor, num_groups: int
         behavior_logprobs=tensor(
             np.concatenate([t.behavior_logprobs for t in trajectories]), np.float32
         ),
+        old_logprobs=tensor(np.concatenate([t.old_logprobs for t in trajectories]), np.float32),
         response=tensor(np.repeat(np.arange(len(trajectories)), lengths), np.int64),
         group=tensor(np.repeat(np.arange(len(groups)), sizes), np.int64),
         rewards=tensor([t.reward for t in trajectories], np.float32),
-        num_groups=num_groups,
+        num_groups=len(stats.mean_rewards),
+        step=stats,
+    )
+
+
+def step_stats(
+    groups: Sequence[Group], group: dist.ProcessGroup | None, device: torch.device
+) -> StepStats:
+    """What objectives may know of the whole step, gathered from all trainers' groups.
+
+    Args:
+        groups: this trainer's share of the step's groups.
+        group: all trainers, each of which must call it; None when there is one.
+    """
+    rewards = [np.array([t.reward for t in g.trajectories]) for g in groups]
+    tokens = [sum(len(t.response_tokens) for t in g.trajectories) for g in groups]
+    rows = torch.tensor(  # [G, 3]: mean reward, whether they differ, tokens
+        [[r.mean(), r.max() > r.min(), n] for r, n in zip(rewards, tokens, strict=True)],
+        dtype=torch.float64,
+        device=device,
+    ).reshape(-1, 3)
+    if group is not None:
+        counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+        counts[dist.get_rank(group)] = len(groups)
+        dist.all_reduce(counts, group=group)
+        padded = torch.zeros(int(counts.max()), 3, dtype=torch.float64, device=device)
+        padded[: len(groups)] = rows
+        gathered = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(gathered, padded, group=group)
+        rows = torch.cat([x[:n] for x, n in zip(gathered, counts.tolist(), strict=True)])
+    differs = rows[:, 1] > 0
+    return StepStats(
+        mean_rewards=rows[:, 0].float(),
+        differs=differs,
+        num_tokens=int(rows[:, 2].sum()),
+        num_differing_tokens=int(rows[differs, 2].sum()),
     )
 
 
 def sum_over_trainers(
-    policy: PreTrainedModel, sums: dict[str, float], group: dist.ProcessGroup | None
+    parameters: Sequence[Tensor], sums: dict[str, float], group: dist.ProcessGroup | None
 ) -> dict[str, float]:
     """Adds up the trainers' gradients (in place) and metrics; every trainer must call it."""
     if group is None:
         return sums
-    parameters = [p for p in policy.parameters() if p.requires_grad]
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     dist.all_reduce(flat, group=group)

@@ -207,6 +207,44 @@ def response_logprobs(
     return -F.cross_entropy(logits.float() / temperature, padded.targets, reduction="none")
 
 
+@torch.no_grad()
+def prompt_features(
+    model: PreTrainedModel, prompts: Sequence[np.ndarray], *, autocast: torch.dtype | None = None
+) -> Tensor:
+    """Mean over a prompt's tokens of the last hidden states, float32 [G, H], without gradient."""
+    device = next(model.parameters()).device
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    input_ids = np.zeros((len(prompts), int(lengths.max())), dtype=np.int64)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, : len(prompt)] = prompt
+    context = nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
+    with context:
+        hidden = model.base_model(
+            input_ids=torch.from_numpy(input_ids).to(device), use_cache=False
+        ).last_hidden_state  # [G, L, H]
+    mask = torch.arange(input_ids.shape[1], device=device) < lengths[:, None]  # [G, L]
+    return (hidden.float() * mask[:, :, None]).sum(1) / lengths[:, None]
+
+
+class LogZHead(torch.nn.Module):
+    """A learned log Z(x): linear on the mean hidden state of the prompt, in nats.
+
+    As in the trajectory-balance trainers for language models that learn log Z (Lee et al., arXiv
+    2405.18540), but its gradient stops at the hidden states: the policy's own learning rate need
+    not suit it. It starts at log Z = 0, which is right for a reward of 0.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(hidden_size, 1)
+        torch.nn.init.zeros_(self.linear.weight)
+        torch.nn.init.zeros_(self.linear.bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """float32 [G, H] -> float32 [G]."""
+        return self.linear(features).squeeze(-1)
+
+
 def _logits_at(model: PreTrainedModel, padded: Padded) -> Tensor:
     head = model.get_output_embeddings()
     if head is None or _rescales_logits(model.config):

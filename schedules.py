@@ -1,4 +1,4 @@
-"""Schedules: beta and the learning rate as pure functions of the optimizer step.
+"""Schedules: beta, the learning rate and m as pure functions of the optimizer step.
 
 Steps are counted from 0: `step` is the number of optimizer steps already done, so the first step
 of a run is step 0. Nothing is remembered between calls, and a resumed run needs only its step.
@@ -47,6 +47,17 @@ def beta_at(step: int, *, initial: float, final: float, target_step: int, stop_s
     if step + 1 >= stop_step:
         return final
     progress = step / target_step
+    return final * progress + initial * (1 - progress)
+
+
+def linear_at(step: int, *, initial: float, final: float, target_step: int) -> float:
+    """A straight line from `initial` at step 0 to `final` at `target_step`, then constant.
+
+    >>> [linear_at(step, initial=1.0, final=0.5, target_step=4) for step in (0, 2, 4, 9)]
+    [1.0, 0.75, 0.5, 0.5]
+    """
+    _check_step(step)
+    progress = _progress(step, target_step)
     return final * progress + initial * (1 - progress)
 
 

@@ -23,12 +23,28 @@ from comm import Channel, Control, Kind, Ranks
 from engine import Completion, HFEngine, Sampling, VLLMEngine
 from evaluate import greedy_scores, response_texts
 from metrics import IdleClock
-from model import unique_response_logprobs
+from model import distinct, unique_response_logprobs
 from tasks.task import Problem, Task
 from trajectory import Trajectory, pack
 from weights import WeightUpdate
 
 logger = logging.getLogger("tba")
+
+
+@dataclass
+class ExploreConfig:
+    """Now and then one generation samples from another distribution than the training one.
+
+    Off by default. arXiv 2503.18929's reference code draws both with probability 0.3: top-p from
+    0.7 to 1, and the temperature from 0.7 to 1.1 (TL;DR) or from T to 1.1 / 0.7 T (GSM8K).
+    """
+
+    temperature_prob: float = 0.0  # of a generation with a drawn temperature
+    temperature_low: float | None = None  # null: searcher.temperature
+    temperature_high: float | None = None  # null: searcher.temperature * 1.1 / 0.7
+    top_p_prob: float = 0.0  # of a generation with a drawn top-p, whatever its temperature
+    top_p_low: float = 0.7
+    top_p_high: float = 1.0
 
 
 @dataclass
@@ -43,6 +59,7 @@ class SearcherConfig:
     top_p: float = 1.0
     max_outstanding: int = 8  # messages under way to trainers before a searcher waits
     reference_tokens_per_micro_batch: int = 8192  # padded tokens per reference forward pass
+    explore: ExploreConfig = field(default_factory=ExploreConfig)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +70,7 @@ class SearcherParts:
     control: Control
     channel: Channel
     engine: VLLMEngine | HFEngine
-    reference: PreTrainedModel
+    reference: PreTrainedModel | None  # None: reference log-probs are left to the trainers
     autocast: torch.dtype | None  # of the reference's forward pass
     tokenizer: PreTrainedTokenizerBase
     task: Task
@@ -78,20 +95,16 @@ def search(
         lockstep: generate exactly once under every version (`mode=sync`).
     """
     stream = prompt_stream(parts)
-    sampling = Sampling(
-        n=cfg.responses_per_prompt,
-        temperature=cfg.temperature,
-        top_p=cfg.top_p,
-        max_tokens=parts.max_response_tokens,
-    )
+    rng = np.random.default_rng([parts.seed, 2, parts.ranks.searcher_index])
     update = take_weights(parts, wait_for=0)
     assert update is not None
     parts.clock.start()
     while not update.final:
         ids = [next(stream) for _ in range(prompts_per_call)]
+        sampling = explored(cfg, rng, max_tokens=parts.max_response_tokens)
         parts.control.progress("generating")
         groups = parts.engine.generate([parts.prompt_tokens[i] for i in ids], sampling)
-        trajectories = score(cfg, parts, ids, groups, version=update.version)
+        trajectories = score(cfg, parts, ids, groups, sampling, version=update.version)
         ship(parts, trajectories, version=update.version)
         update = take_weights(parts, wait_for=update.version + 1 if lockstep else None) or update
     parts.channel.close()
@@ -103,6 +116,39 @@ def prompt_stream(parts: SearcherParts) -> Iterator[int]:
     rng = np.random.default_rng([parts.seed, 1, parts.ranks.searcher_index])
     while True:
         yield from rng.permutation(ids).tolist()
+
+
+def explored(cfg: SearcherConfig, rng: np.random.Generator, *, max_tokens: int) -> Sampling:
+    """How the next generation samples: as configured, or explored (`ExploreConfig`).
+
+    Temperature and top-p are explored independently. Every call draws four numbers, whatever the
+    settings, so that one setting does not move the draws of the other.
+
+    >>> cfg = SearcherConfig(temperature=0.7, explore=ExploreConfig(temperature_prob=1.0))
+    >>> sampling = explored(cfg, np.random.default_rng(0), max_tokens=8)
+    >>> 0.7 <= sampling.temperature <= 1.1, sampling.top_p
+    (True, 1.0)
+    """
+    explore = cfg.explore
+    temperature_draw, top_p_draw, temperature_place, top_p_place = rng.random(4).tolist()
+    temperature, top_p = cfg.temperature, cfg.top_p
+    if temperature_draw < explore.temperature_prob:
+        low, high = temperature_range(cfg)
+        temperature = low + (high - low) * temperature_place
+    if top_p_draw < explore.top_p_prob:
+        top_p = explore.top_p_low + (explore.top_p_high - explore.top_p_low) * top_p_place
+    return Sampling(
+        n=cfg.responses_per_prompt, temperature=temperature, top_p=top_p, max_tokens=max_tokens
+    )
+
+
+def temperature_range(cfg: SearcherConfig) -> tuple[float, float]:
+    """Lowest and highest explored temperature, with the defaults filled in."""
+    low, high = cfg.explore.temperature_low, cfg.explore.temperature_high
+    return (
+        cfg.temperature if low is None else low,
+        cfg.temperature * 1.1 / 0.7 if high is None else high,
+    )
 
 
 def take_weights(parts: SearcherParts, *, wait_for: int | None) -> WeightUpdate | None:
@@ -171,17 +217,80 @@ def score(
     parts: SearcherParts,
     ids: Sequence[int],
     groups: Sequence[Sequence[Completion]],
+    sampling: Sampling,
     *,
     version: int,
 ) -> list[Trajectory]:
-    """Rewards and reference log-probs of every completion."""
+    """Rewards, log-probs at the training temperature and reference log-probs of every completion.
+
+    The engine must still hold the weights that sampled them.
+
+    Args:
+        sampling: what the completions were sampled with.
+        version: of the weights that sampled them.
+    """
     parts.control.progress("scoring")
     flat = [(i, completion) for i, group in zip(ids, groups, strict=True) for completion in group]
     prompts = [parts.prompt_tokens[i] for i, _ in flat]
-    responses = [completion.tokens for _, completion in flat]
-    texts = response_texts(parts.tokenizer, [completion for _, completion in flat])
+    completions = [completion for _, completion in flat]
+    old = old_logprobs(cfg, parts.engine, prompts, completions, sampling)
+    texts = response_texts(parts.tokenizer, completions)
     rewards = parts.task.score([parts.problems[i] for i, _ in flat], texts)
-    reference = unique_response_logprobs(
+    reference = reference_logprobs(cfg, parts, prompts, completions)
+    return [
+        Trajectory(
+            prompt_id=i,
+            prompt_tokens=prompt,
+            response_tokens=completion.tokens,
+            behavior_logprobs=completion.logprobs,
+            old_logprobs=old_values,
+            reference_logprobs=reference_values,
+            reference_version=-1 if parts.reference is None else 0,
+            reward=float(sum(named.values())),
+            reward_parts=named,
+            version_start=version,
+            version_end=version,
+            truncated=completion.truncated,
+        )
+        for (i, completion), prompt, named, old_values, reference_values in zip(
+            flat, prompts, rewards, old, reference, strict=True
+        )
+    ]
+
+
+def old_logprobs(
+    cfg: SearcherConfig,
+    engine: VLLMEngine | HFEngine,
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[Completion],
+    sampling: Sampling,
+) -> list[np.ndarray]:
+    """Log-probs at the training temperature without top-p, float32 [T] each (nats).
+
+    The very arrays of `completions` where that is what they were sampled with; else the engine
+    computes each distinct response once more.
+    """
+    if sampling.temperature == cfg.temperature and sampling.top_p == 1.0:
+        return [completion.logprobs for completion in completions]
+    responses = [completion.tokens for completion in completions]
+    first, slot_of = distinct(prompts, responses)
+    values = engine.score_responses(
+        [prompts[i] for i in first], [responses[i] for i in first], temperature=cfg.temperature
+    )
+    return [values[slot] for slot in slot_of]
+
+
+def reference_logprobs(
+    cfg: SearcherConfig,
+    parts: SearcherParts,
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[Completion],
+) -> list[np.ndarray]:
+    """Log-probs under the reference, float32 [T] each (nats); NaN where there is none."""
+    responses = [completion.tokens for completion in completions]
+    if parts.reference is None:
+        return [np.full(len(tokens), np.nan, dtype=np.float32) for tokens in responses]
+    return unique_response_logprobs(
         parts.reference,
         prompts,
         responses,
@@ -189,23 +298,6 @@ def score(
         autocast=parts.autocast,
         tokens_per_micro_batch=cfg.reference_tokens_per_micro_batch,
     )
-    return [
-        Trajectory(
-            prompt_id=i,
-            prompt_tokens=prompt,
-            response_tokens=completion.tokens,
-            behavior_logprobs=completion.logprobs,
-            reference_logprobs=logprobs,
-            reward=float(sum(named.values())),
-            reward_parts=named,
-            version_start=version,
-            version_end=version,
-            truncated=completion.truncated,
-        )
-        for (i, completion), prompt, named, logprobs in zip(
-            flat, prompts, rewards, reference, strict=True
-        )
-    ]
 
 
 def ship(parts: SearcherParts, trajectories: Sequence[Trajectory], *, version: int) -> None:

@@ -3,6 +3,7 @@
     torchrun --nproc_per_node=2 train.py                                   # the laptop demo
     torchrun --nproc_per_node=8 train.py task=gsm8k model=rho1b            # 1 trainer, 7 searchers
     python train.py engine=hf                                              # one process, lock-step
+    python train.py mode=offline data=runs/<name>                          # no searcher at all
 
 Exit code 0 after a whole run; 2 for a mistake in the config or the data; 1 if a rank failed, with
 the reason printed once by the first that did; 130 after Ctrl-C.
@@ -14,7 +15,9 @@ import os
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: no C++ frames at a lost peer
 
+import dataclasses
 import json
+import logging
 import re
 import signal
 import subprocess
@@ -22,9 +25,12 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hydra
 import numpy as np
@@ -40,13 +46,18 @@ from transformers.utils.logging import disable_progress_bar
 
 import config
 import model as modeling
-from buffer import Buffer
+import offline
+from buffer import Buffer, Group
 from comm import Channel, Control, Ranks, broadcast_text, init_world, ranks_from_environment
-from engine import EngineOptions, engine_port, make_engine, pin_process
+from engine import EngineOptions, HFEngine, engine_port, make_engine, pin_process
+from gradient import make_batch, step_stats
 from metrics import Metrics, setup_logging
+from offline import TrajectoryWriter
+from schedules import beta_at, linear_at
 from searcher import SearcherParts, search
 from tasks.task import Problem, Task, encode_prompt
-from trainer import TrainerParts, train
+from trainer import Evaluator, TrainerParts, beta_schedule, train
+from trajectory import Trajectory
 from weights import Publisher
 
 NUM_PROBES = 4  # prompts whose log-probs engine and trainer compare
@@ -76,6 +87,10 @@ class Setup:
         return self.cfg.mode == "sync"
 
     @property
+    def offline(self) -> bool:
+        return self.cfg.mode == "offline"
+
+    @property
     def probe_tokens(self) -> list[np.ndarray]:
         """Fixed sequences of at least two tokens, the same on every rank."""
         return [tokens for tokens in self.prompt_tokens if len(tokens) > 1][:NUM_PROBES]
@@ -89,7 +104,7 @@ class Setup:
 
 def run(cfg: DictConfig, *, started: float) -> None:
     """One rank's whole life."""
-    ranks = ranks_from_environment(cfg.cluster.trainers)
+    ranks = ranks_from_environment(cfg.cluster.trainers, searching=cfg.mode != "offline")
     logger = setup_logging(ranks.name())
     disable_progress_bar()  # transformers' own, one a rank
     config.validate(cfg, ranks)
@@ -104,19 +119,16 @@ def run(cfg: DictConfig, *, started: float) -> None:
     try:
         control.progress("preparing model and data", cfg.cluster.startup_timeout_s)
         setup = prepare(cfg, ranks, started)
-        channel = Channel(
-            ranks, max_outstanding=cfg.searcher.max_outstanding, on_error=control.fail
-        )
         trainers = dist.new_group(list(range(ranks.num_trainers)), backend=trainer_backend(setup))
         run_dir = Path(broadcast_text(make_run_dir(cfg) if ranks.rank == 0 else ""))
         if ranks.rank == 0:
             logger.info("run folder: %s", run_dir)
-        if ranks.world_size == 1:
-            run_both(setup, control, channel, run_dir)
-        elif ranks.is_trainer:
-            run_trainer(setup, build_trainer(setup, control, channel, run_dir, trainers))
+        if setup.offline:
+            parts = build_trainer(setup, control, None, run_dir, trainers)
+            load_data(setup, parts)
+            run_trainer(setup, parts)
         else:
-            run_searcher(setup, build_searcher(setup, control, channel))
+            run_online(setup, control, run_dir, trainers)
         control.progress("leaving", cfg.cluster.startup_timeout_s)  # trainer 0 saves the policy
         dist.barrier()
     except config.UserError as error:
@@ -278,14 +290,33 @@ def git_commit() -> str | None:
 # --------------------------------------------------------------------------- roles
 
 
+def run_online(
+    setup: Setup, control: Control, run_dir: Path, trainers: dist.ProcessGroup | None
+) -> None:
+    """This rank's role in a job with searchers."""
+    ranks = setup.ranks
+    channel = Channel(
+        ranks, max_outstanding=setup.cfg.searcher.max_outstanding, on_error=control.fail
+    )
+    if ranks.world_size == 1:
+        run_both(setup, control, channel, run_dir)
+    elif ranks.is_trainer:
+        run_trainer(setup, build_trainer(setup, control, channel, run_dir, trainers))
+    else:
+        run_searcher(setup, build_searcher(setup, control, channel))
+
+
 def build_trainer(
     setup: Setup,
     control: Control,
-    channel: Channel,
+    channel: Channel | None,
     run_dir: Path,
     group: dist.ProcessGroup | None,
 ) -> TrainerParts:
-    """Policy, optimizer, buffer and, on trainer 0, the publisher and the metrics."""
+    """Policy, optimizer, buffer and, on trainer 0, the publisher and the metrics.
+
+    Without a channel there are no searchers: nothing is published, trainers evaluate.
+    """
     cfg, ranks = setup.cfg, setup.ranks
     if setup.cores and ranks.world_size > 1:
         pin_process(os.getpid(), setup.cores)
@@ -294,8 +325,15 @@ def build_trainer(
         policy.gradient_checkpointing_enable({"use_reentrant": False})
         modeling.disable_dropout(policy)
         policy.train()  # transformers checkpoints activations in train mode only
+    groups: list[dict[str, Any]] = [{"params": list(policy.parameters())}]
+    log_z_head = None
+    if cfg.trainer.log_z_lr is not None:
+        hidden_size = policy.config.get_text_config().hidden_size
+        log_z_head = modeling.LogZHead(hidden_size).to(setup.device)
+        rate = cfg.trainer.log_z_lr
+        groups.append({"params": list(log_z_head.parameters()), "lr": rate, "weight_decay": 0.0})
     optimizer = torch.optim.AdamW(
-        policy.parameters(),
+        groups,
         lr=cfg.trainer.lr.peak,
         betas=tuple(cfg.trainer.adam_betas),
         weight_decay=cfg.trainer.weight_decay,
@@ -313,7 +351,7 @@ def build_trainer(
             timeout_s=cfg.cluster.timeout_s,
             meeting_timeout_s=cfg.cluster.startup_timeout_s,
         )
-        if lead
+        if lead and channel is not None
         else None
     )
     metrics = (
@@ -329,6 +367,7 @@ def build_trainer(
         optimizer=optimizer,
         objective=instantiate(cfg.loss),
         buffer=make_buffer(setup),
+        recency=make_recency(setup),
         tokenizer=setup.tokenizer,
         prompts=[problem.prompt for problem in setup.problems],
         temperature=cfg.searcher.temperature,
@@ -338,7 +377,109 @@ def build_trainer(
         metrics=metrics,
         run_dir=run_dir,
         started=setup.started,
+        reference=load_model(setup) if cfg.trainer.reference_reset_every else None,
+        log_z_head=log_z_head,
+        writer=make_writer(setup, run_dir) if channel is not None else None,
+        evaluator=make_evaluator(setup, policy) if channel is None else None,
     )
+
+
+def make_recency(setup: Setup) -> Callable[[int], float]:
+    """m of a step: always 1 in lock-step, 0 offline, where nothing arrives."""
+    cfg = setup.cfg.buffer
+    if setup.lockstep or setup.offline:
+        return lambda step: 1.0 if setup.lockstep else 0.0
+    return partial(
+        linear_at,
+        initial=cfg.recency_prob,
+        final=cfg.recency_prob if cfg.recency_prob_final is None else cfg.recency_prob_final,
+        target_step=cfg.recency_prob_target_step or setup.cfg.trainer.steps,
+    )
+
+
+def make_writer(setup: Setup, run_dir: Path) -> TrajectoryWriter | None:
+    """What keeps the trajectories that arrive at this trainer, if they are to be kept."""
+    if not setup.cfg.run.save_trajectories:
+        return None
+    return TrajectoryWriter(run_dir / "trajectories" / f"trainer-{setup.ranks.rank}.traj")
+
+
+def make_evaluator(setup: Setup, policy: PreTrainedModel) -> Evaluator:
+    """Greedy generation with the policy itself, on this trainer's share of the problems."""
+    share = slice(setup.ranks.rank, None, setup.ranks.num_trainers)
+    return Evaluator(
+        engine=HFEngine(setup.cfg.engine, engine_options(setup), model=policy),
+        task=setup.task,
+        problems=setup.held_out[share],
+        prompt_tokens=setup.held_out_tokens[share],
+        max_response_tokens=setup.cfg.task.max_response_tokens,
+    )
+
+
+def load_data(setup: Setup, parts: TrainerParts) -> None:
+    """Reads the saved trajectories of `data` into the buffers: `mode=offline`.
+
+    Raises:
+        UserError: a file can't be used, its prompts are too few for a draw, or the objective
+            needs what the data lacks.
+    """
+    cfg, ranks = setup.cfg, setup.ranks
+    parts.control.progress("reading data", cfg.cluster.startup_timeout_s)
+    try:
+        data = offline.load(
+            config.data_paths(cfg),
+            setup.tokenizer,
+            chat=setup.task.chat,
+            max_prompt_tokens=cfg.task.max_prompt_tokens,
+            max_response_tokens=cfg.task.max_response_tokens,
+            vocab_size=parts.policy.config.get_text_config().vocab_size,
+        )
+        mine = offline.share(data.trajectories, ranks.rank, ranks.num_trainers)
+        parts.buffer.add(mine)
+        prompts_per_draw = config.prompts_per_step(cfg) // ranks.num_trainers
+        if not parts.buffer.ready(prompts_per_draw):
+            raise ValueError(
+                f"data={cfg.data}: {ranks.name()} has fewer prompts with two responses or more than "
+                f"the {prompts_per_draw} of a draw: lower trainer.batch_size, or give more data"
+            )
+        check_objective(cfg, parts, mine)
+    except ValueError as error:
+        raise config.UserError(str(error)) from error
+    if ranks.rank == 0:
+        logging.getLogger("tba").info("%s", data.summary())
+    kept = parts.buffer.num_trajectories
+    if kept < len(mine):
+        logging.getLogger("tba").warning(
+            "%d of this trainer's %d responses are in the buffer (%d are duplicates; see "
+            "buffer.capacity_per_prompt, buffer.max_tokens and buffer.deduplicate)",
+            *(kept, len(mine), parts.buffer.num_duplicates),
+        )
+    if parts.reference is None and any(t.reference_version != 0 for t in mine):
+        parts.reference = load_model(setup)
+
+
+def check_objective(
+    cfg: DictConfig, parts: TrainerParts, trajectories: Sequence[Trajectory]
+) -> None:
+    """Raises ValueError if the objective can't be computed on the data: before any training.
+
+    It is tried on two responses, of which one has no behavior log-probs if any lacks them.
+    """
+    worst = max(trajectories, key=lambda t: bool(np.isnan(t.behavior_logprobs).any()))
+    pair = [
+        dataclasses.replace(t, reference_logprobs=np.zeros_like(t.reference_logprobs))
+        for t in (worst, worst)
+    ]
+    group = Group(prompt_id=0, trajectories=pair, uses=[0, 0], items=[0, 1])
+    stats = step_stats([group], None, torch.device("cpu"))
+    tokens = sum(len(t.response_tokens) for t in pair)
+    batch = make_batch([group], torch.zeros(tokens, requires_grad=True), stats)
+    if parts.log_z_head is not None:
+        batch.log_z = torch.zeros(1, requires_grad=True)
+    try:
+        parts.objective(batch, beta=beta_at(0, **beta_schedule(cfg.trainer)))
+    except ValueError as error:
+        raise ValueError(f"loss on the trajectories of data={cfg.data}: {error}") from error
 
 
 def run_trainer(setup: Setup, parts: TrainerParts) -> None:
@@ -367,6 +508,10 @@ def make_buffer(setup: Setup) -> Buffer:
         max_tokens=cfg.max_tokens,
         deduplicate=cfg.deduplicate and not setup.lockstep,
         recency_prob=1.0 if setup.lockstep else cfg.recency_prob,
+        eviction=cfg.eviction,
+        max_staleness=cfg.max_staleness,
+        prompt_priority=cfg.prompt_priority,
+        prompt_temperature=cfg.prompt_temperature,
         fill_groups=cfg.fill_groups,
         rule=instantiate(cfg.rule),
         seed=setup.cfg.seed * 1009 + setup.ranks.rank,
@@ -383,29 +528,32 @@ def load_model(setup: Setup) -> PreTrainedModel:
     )
 
 
+def engine_options(setup: Setup) -> EngineOptions:
+    """What an engine of this rank needs to know."""
+    cfg, ranks = setup.cfg, setup.ranks
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("MASTER_PORT", "")
+    return EngineOptions(
+        path=setup.path,
+        stop_token_ids=modeling.stop_token_ids(setup.path, setup.tokenizer),
+        pad_token_id=int(setup.tokenizer.pad_token_id),
+        max_model_len=setup.max_model_len,
+        dtype=setup.engine_dtype,
+        device=setup.device,
+        seed=cfg.seed * 10_007 + 1 + ranks.searcher_index,
+        cores=setup.cores,
+        port=engine_port(ranks.local_rank, job),
+        trust_remote_code=cfg.model.trust_remote_code,
+    )
+
+
 def build_searcher(setup: Setup, control: Control, channel: Channel) -> SearcherParts:
     """The engine, started and listening for weights, the reference and the prompts."""
     cfg, ranks = setup.cfg, setup.ranks
     control.progress("starting the engine", cfg.cluster.startup_timeout_s)
-    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("MASTER_PORT", "")
-    engine = make_engine(
-        cfg.engine,
-        EngineOptions(
-            path=setup.path,
-            stop_token_ids=modeling.stop_token_ids(setup.path, setup.tokenizer),
-            pad_token_id=int(setup.tokenizer.pad_token_id),
-            max_model_len=setup.max_model_len,
-            dtype=setup.engine_dtype,
-            device=setup.device,
-            seed=cfg.seed * 10_007 + 1 + ranks.searcher_index,
-            cores=setup.cores,
-            port=engine_port(ranks.local_rank, job),
-            trust_remote_code=cfg.model.trust_remote_code,
-        ),
-    )
+    engine = make_engine(cfg.engine, engine_options(setup))
     control.cleanups.append(engine.kill)
     engine.on_step = control.alive
-    reference = load_model(setup)
+    reference = None if cfg.trainer.reference_reset_every else load_model(setup)
     if setup.cores and ranks.world_size > 1:
         pin_process(os.getpid(), setup.cores)
         engine.pin(setup.cores)

@@ -1,10 +1,11 @@
 """The trainer's loop: receive -> draw -> forward -> objective -> backward -> step -> publish.
 
 Runs on every trainer rank, in the main thread; trainer 0 also publishes weights, logs and ends the
-run. Consumes: trajectories from its channel (a background thread receives them). Produces: weights,
-snapshot by snapshot (a background thread broadcasts them). Waits for: data, when the buffer can't
-serve a draw, and in `mode=sync` for the whole round; the other trainers, in the all-reduce of the
-gradient. Ends: after `steps` steps and the evaluation of the final version.
+run. Consumes: trajectories from its channel (a background thread receives them), or in
+`mode=offline` those it was given. Produces: weights, snapshot by snapshot (a background thread
+broadcasts them). Waits for: data, when the buffer can't serve a draw, and in `mode=sync` for the
+whole round; the other trainers, in the all-reduce of the gradient. Ends: after `steps` steps and
+the evaluation of the final version.
 arXiv 2503.18929, sections 3 and 4.
 """
 
@@ -25,11 +26,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from buffer import Buffer, Group
 from checkpoint import save_policy
 from comm import Channel, Control, Kind, Ranks
-from gradient import accumulate_gradient, sum_over_trainers
+from engine import HFEngine
+from evaluate import greedy_scores
+from gradient import accumulate_gradient, step_stats, sum_over_trainers
 from losses import LossOutput
 from metrics import IdleClock, Metrics, draw_figure, write_rollouts, write_summary
-from model import response_logprobs
+from model import LogZHead, response_logprobs, unique_response_logprobs
+from offline import TrajectoryWriter
 from schedules import beta_at, lr_at
+from tasks.task import Problem, Task
 from trajectory import Trajectory, unpack
 from weights import Publisher
 
@@ -73,11 +78,15 @@ class TrainerConfig:
     tokens_per_micro_batch: int = 16384  # padded tokens in one forward and backward pass
     gradient_checkpointing: bool = False
     publish_every: int = 1  # k: steps between two publications of the weights
+    # Steps after which the reference becomes the current policy (the paper's TBA', rho); 0: never.
+    # The trainers then hold the reference and compute its log-probs when they draw.
+    reference_reset_every: int = 0
+    log_z_lr: float | None = None  # learning rate of a log Z head; null: there is none
 
 
 @dataclass
 class EvalConfig:
-    """Held-out greedy evaluation on the searchers' engines."""
+    """Held-out greedy evaluation on the searchers' engines (`mode=offline`: by the trainers)."""
 
     every: int = 50  # steps; 0: only before and after training
     before: bool = True
@@ -90,23 +99,40 @@ class TrainerParts:
 
     ranks: Ranks
     control: Control
-    channel: Channel
+    channel: Channel | None  # None in mode=offline
     policy: PreTrainedModel
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer  # its second group, if any, is the log Z head's
     objective: Callable[..., LossOutput]
     buffer: Buffer
+    recency: Callable[[int], float]  # m of a step
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[str]  # text of each training problem, for rollouts
     temperature: float  # of the policy and the reference
     probe_tokens: Sequence[np.ndarray]
     group: dist.ProcessGroup | None  # all trainers; None when there is one
-    publisher: Publisher | None  # trainer 0
+    publisher: Publisher | None  # trainer 0; None in mode=offline
     metrics: Metrics | None  # trainer 0
     run_dir: Path
     started: float  # time.monotonic() when the process began
+    reference: PreTrainedModel | None = None  # where trainers compute its log-probs themselves
+    reference_version: int = 0  # weights version that the reference is
+    log_z_head: LogZHead | None = None
+    writer: TrajectoryWriter | None = None  # keeps every trajectory that arrives
+    evaluator: Evaluator | None = None  # mode=offline
     clock: IdleClock = field(default_factory=IdleClock)
     arrivals: Arrivals = field(default_factory=lambda: Arrivals())
     totals: Totals = field(default_factory=lambda: Totals())
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluator:
+    """What a trainer needs to evaluate the policy itself, where no searcher does."""
+
+    engine: HFEngine  # on the policy's own weights
+    task: Task
+    problems: Sequence[Problem]  # this trainer's share of the held-out problems
+    prompt_tokens: Sequence[np.ndarray]  # int32 [P] of each
+    max_response_tokens: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -173,7 +199,10 @@ def train(
         receive(parts)
         if lockstep and step % cfg.publish_every == 0:
             wait_for_round(parts, version=step)
-        groups = draw(cfg, parts, prompts_per_draw)
+        if cfg.reference_reset_every and step and step % cfg.reference_reset_every == 0:
+            reset_reference(parts, version=step)
+        groups = draw(cfg, parts, prompts_per_draw, step)
+        complete_reference(cfg, parts, groups)
         values = update_policy(cfg, parts, groups, step)
         version = step + 1
         final = version == cfg.steps
@@ -190,10 +219,14 @@ def train(
 
 def receive(parts: TrainerParts, *, timeout_s: float = 0.0) -> None:
     """Takes in every message that has arrived; waits up to `timeout_s` seconds for the first."""
+    if parts.channel is None:
+        return
     arrivals = parts.arrivals
     for message in parts.channel.receive(timeout_s=timeout_s):
         if message.kind == Kind.TRAJECTORIES:
             trajectories = unpack(message.payload)
+            if parts.writer is not None:
+                parts.writer.append(message.payload)
             parts.buffer.add(trajectories)
             arrivals.received += len(trajectories)
             arrivals.rewards += [t.reward for t in trajectories]
@@ -228,23 +261,61 @@ def take_evaluation(parts: TrainerParts, source: int, values: Mapping[str, Any])
     shares[source] = dict(values)
     if len(shares) < parts.ranks.num_searchers:
         return
-    count = sum(share["count"] for share in shares.values())
-    accuracy = sum(share["total_reward"] for share in shares.values()) / max(count, 1)
+    log_evaluation(
+        parts,
+        version,
+        total_reward=sum(share["total_reward"] for share in shares.values()),
+        count=int(sum(share["count"] for share in shares.values())),
+        seconds=max(share["seconds"] for share in shares.values()),
+    )
+
+
+def log_evaluation(
+    parts: TrainerParts, version: int, *, total_reward: float, count: int, seconds: float
+) -> None:
+    """An evaluation that is complete."""
+    accuracy = total_reward / max(count, 1)
     parts.arrivals.accuracy[version] = accuracy
     if parts.metrics is not None:
-        result = {
-            "eval/accuracy": accuracy,
-            "eval/version": version,
-            "eval/seconds": max(share["seconds"] for share in shares.values()),
-        }
+        result = {"eval/accuracy": accuracy, "eval/version": version, "eval/seconds": seconds}
         parts.metrics.log(version, result)
         parts.metrics.note(
             f"held-out accuracy at step {version}: {accuracy:.3f} ({count} problems)"
         )
 
 
+def evaluate_policy(parts: TrainerParts, evaluator: Evaluator, version: int) -> None:
+    """Every trainer evaluates its share of the held-out problems; all must call it."""
+    started = time.monotonic()
+    parts.control.progress("evaluating held-out problems", parts.control.startup_timeout_s)
+    training = parts.policy.training
+    parts.policy.eval()  # with gradient checkpointing, generation in train mode has no cache
+    rewards = greedy_scores(
+        evaluator.engine,
+        evaluator.task,
+        parts.tokenizer,
+        evaluator.problems,
+        evaluator.prompt_tokens,
+        max_response_tokens=evaluator.max_response_tokens,
+    )
+    parts.policy.train(training)
+    device = next(parts.policy.parameters()).device
+    totals = torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64, device=device)
+    if parts.group is not None:
+        dist.all_reduce(totals, group=parts.group)
+    log_evaluation(
+        parts,
+        version,
+        total_reward=float(totals[0]),
+        count=int(totals[1]),
+        seconds=time.monotonic() - started,
+    )
+
+
 def fill(parts: TrainerParts, num_prompts: int, initial: int, *, lockstep: bool) -> None:
     """Waits until the buffer can serve the first draw; engines are starting meanwhile."""
+    if parts.channel is None:
+        return
     if lockstep:
         wait_for_round(parts, version=0, limit_s=parts.control.startup_timeout_s)
         return
@@ -266,13 +337,66 @@ def wait_for_round(parts: TrainerParts, *, version: int, limit_s: float | None =
             receive(parts, timeout_s=0.5)
 
 
-def draw(cfg: TrainerConfig, parts: TrainerParts, num_prompts: int) -> list[Group]:
+def draw(cfg: TrainerConfig, parts: TrainerParts, num_prompts: int, step: int) -> list[Group]:
     """The step's groups; waits only while the buffer holds no group at all."""
     parts.control.progress("waiting for trajectories: the buffer has no group to draw")
-    while not (groups := parts.buffer.draw(num_prompts, cfg.responses_per_prompt)):
+    if parts.channel is not None:  # saved trajectories do not grow older
+        parts.buffer.expire(step)
+    with parts.clock.busy("draw"):
+        groups = parts.buffer.draw(
+            num_prompts, cfg.responses_per_prompt, recency_prob=parts.recency(step)
+        )
+    while not groups:
         with parts.clock.waiting("data"):
             receive(parts, timeout_s=0.5)
+        parts.buffer.expire(step)
+        groups = parts.buffer.draw(
+            num_prompts, cfg.responses_per_prompt, recency_prob=parts.recency(step)
+        )
     return groups
+
+
+def reset_reference(parts: TrainerParts, *, version: int) -> None:
+    """The current policy becomes the reference (TBA', arXiv 2503.18929, Sec. 6 and App. C).
+
+    Every stored reference log-prob is invalid from now on; each is computed anew when it is drawn.
+    """
+    assert parts.reference is not None
+    with torch.no_grad():
+        for mine, new in zip(
+            parts.reference.parameters(), parts.policy.parameters(), strict=True
+        ):
+            mine.copy_(new)
+    parts.reference_version = version
+
+
+def complete_reference(cfg: TrainerConfig, parts: TrainerParts, groups: Sequence[Group]) -> None:
+    """Computes the reference's log-probs of drawn responses that lack the present reference's.
+
+    They are written back to the buffer: no response is computed twice under one reference.
+    """
+    lacking = [
+        (item, t)
+        for group in groups
+        for item, t in zip(group.items, group.trajectories, strict=True)
+        if t.reference_version != parts.reference_version
+    ]
+    if not lacking:
+        return
+    assert parts.reference is not None, "a response came without reference log-probs"
+    with parts.clock.busy("reference"):
+        logprobs = unique_response_logprobs(
+            parts.reference,
+            [t.prompt_tokens for _, t in lacking],
+            [t.response_tokens for _, t in lacking],
+            temperature=parts.temperature,
+            autocast=torch.bfloat16 if cfg.precision == "bfloat16" else None,
+            tokens_per_micro_batch=cfg.tokens_per_micro_batch,
+        )
+        for (_, t), values in zip(lacking, logprobs, strict=True):
+            t.reference_logprobs = values
+            t.reference_version = parts.reference_version
+        parts.buffer.set_reference([i for i, _ in lacking], logprobs, parts.reference_version)
 
 
 # --------------------------------------------------------------------------- update
@@ -287,11 +411,7 @@ def update_policy(
         FloatingPointError: the gradient is not finite; the policy is left as it was.
     """
     parts.control.progress(f"training step {step}")
-    total = torch.tensor([len(groups)])
-    if parts.group is not None:
-        device = next(parts.policy.parameters()).device
-        total = total.to(device)
-        dist.all_reduce(total, group=parts.group)
+    stats = step_stats(groups, parts.group, next(parts.policy.parameters()).device)
     beta = beta_at(step, **beta_schedule(cfg))
     rate = lr_at(step, **lr_schedule(cfg))
     with parts.clock.busy("forward_backward"):
@@ -303,10 +423,12 @@ def update_policy(
             temperature=parts.temperature,
             autocast=torch.bfloat16 if cfg.precision == "bfloat16" else None,
             tokens_per_micro_batch=cfg.tokens_per_micro_batch,
-            num_groups=int(total),
+            stats=stats,
+            log_z_head=parts.log_z_head,
         )
     with parts.clock.busy("optimizer"):
-        sums = sum_over_trainers(parts.policy, sums, parts.group)
+        trained = [p for settings in parts.optimizer.param_groups for p in settings["params"]]
+        sums = sum_over_trainers(trained, sums, parts.group)
         grad_norm = float(
             torch.nn.utils.clip_grad_norm_(
                 parts.policy.parameters(), cfg.max_grad_norm or float("inf")
@@ -317,8 +439,7 @@ def update_policy(
                 f"the gradient of step {step} is not finite (norm {grad_norm}): lower "
                 "trainer.lr.peak, set trainer.max_grad_norm, or train in float32"
             )
-        for settings in parts.optimizer.param_groups:
-            settings["lr"] = rate
+        parts.optimizer.param_groups[0]["lr"] = rate  # the log Z head's own is constant
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
     tokens = sums.pop("tokens")
@@ -331,6 +452,7 @@ def update_policy(
         "loss/grad_norm": grad_norm,
         "loss/learning_rate": rate,
         "loss/beta": beta,
+        "buffer/recency_prob": parts.recency(step),
     }
 
 
@@ -369,6 +491,8 @@ def publish(
 ) -> None:
     """A snapshot of the weights for the engines; every trainer's recency window starts anew."""
     parts.buffer.new_window()
+    if parts.evaluator is not None and evaluate:
+        evaluate_policy(parts, parts.evaluator, version)
     if parts.publisher is None:
         return
     with parts.clock.busy("publish"):
@@ -395,19 +519,24 @@ def report(
 ) -> None:
     """Metrics, the progress line and, at intervals, rollouts to read (trainer 0)."""
     drawn = [t for group in groups for t in group.trajectories]
-    staleness = np.array([step - t.version_start for t in drawn])
     totals = parts.totals
     totals.drawn += len(drawn)
     totals.tokens += values["tokens"]
-    totals.staleness_sum += float(staleness.sum())
-    totals.staleness_max = max(totals.staleness_max, int(staleness.max()))
+    stale: dict[str, float] = {}
+    if parts.channel is not None:  # versions of saved trajectories are those of another run
+        staleness = np.array([step - t.version_start for t in drawn])
+        totals.staleness_sum += float(staleness.sum())
+        totals.staleness_max = max(totals.staleness_max, int(staleness.max()))
+        stale = {
+            "staleness/mean": float(staleness.mean()),
+            "staleness/p95": float(np.percentile(staleness, 95)),
+            "staleness/max": float(staleness.max()),
+        }
     if parts.metrics is not None:
         metrics = {
             **{name: value for name, value in values.items() if name != "tokens"},
             "reward/drawn_mean": float(np.mean([t.reward for t in drawn])),
-            "staleness/mean": float(staleness.mean()),
-            "staleness/p95": float(np.percentile(staleness, 95)),
-            "staleness/max": float(staleness.max()),
+            **stale,
             "buffer/reuse_mean": float(np.mean([uses for group in groups for uses in group.uses])),
             "time/step_s": step_s,
             **arrival_metrics(parts.arrivals),
@@ -415,7 +544,7 @@ def report(
         }
         parts.metrics.log(step + 1, metrics)
         parts.metrics.progress(step + 1, metrics)
-        if rollouts_every and step % rollouts_every == 0:
+        if rollouts_every and step % rollouts_every == 0 and parts.arrivals.samples:
             samples = [readable(parts, t, step) for t in parts.arrivals.samples]
             write_rollouts(parts.run_dir, step, samples)
     for recent in (
@@ -458,6 +587,7 @@ def state_metrics(parts: TrainerParts, *, version: int) -> dict[str, float]:
         "buffer/num_prompts": buffer.num_prompts,
         "buffer/tokens": buffer.num_tokens,
         "buffer/duplicate_fraction": buffer.num_duplicates / max(buffer.num_received, 1),
+        "buffer/expired": buffer.num_expired,
         "buffer/received": arrivals.received,
         "buffer/drawn": totals.drawn,
         "time/trained_tokens_per_s": totals.tokens / elapsed,
@@ -493,12 +623,13 @@ def readable(parts: TrainerParts, trajectory: Trajectory, step: int) -> dict[str
 def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
     """Waits for the last evaluation and the searchers' goodbye; writes what the run leaves."""
     totals, arrivals = parts.totals, parts.arrivals
+    online = parts.channel is not None
     wall_s = time.monotonic() - totals.training_started
     idle = parts.clock.fraction()
     rates = state_metrics(parts, version=cfg.steps)
     parts.control.progress("waiting for the last evaluation", parts.control.startup_timeout_s)
     if parts.metrics is None:
-        parts.channel.close()
+        close(parts)
         return
     while cfg.steps not in arrivals.accuracy:
         receive(parts, timeout_s=0.5)
@@ -507,14 +638,14 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
         "accuracy_before": arrivals.accuracy.get(0),
         "accuracy_after": arrivals.accuracy[cfg.steps],
         "steps": cfg.steps,
-        "trajectories": arrivals.generated,
+        "trajectories": arrivals.generated if online else parts.buffer.num_received,
         "trained_trajectories": totals.drawn * parts.ranks.num_trainers,
         "wall_s": wall_s,
         "total_s": time.monotonic() - parts.started,
         "trainer_idle_fraction": idle,
         "searcher_idle_fraction": float(np.mean(list(arrivals.idle.values()) or [0.0])),
-        "staleness_mean": totals.staleness_sum / max(totals.drawn, 1),
-        "staleness_max": totals.staleness_max,
+        "staleness_mean": totals.staleness_sum / max(totals.drawn, 1) if online else None,
+        "staleness_max": totals.staleness_max if online else None,
         "generated_tokens_per_s": rates["time/generated_tokens_per_s"],
         "trained_tokens_per_s": rates["time/trained_tokens_per_s"],
         "duplicate_fraction": rates["buffer/duplicate_fraction"],
@@ -523,12 +654,24 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
     }
     state = {"step": cfg.steps, "accuracy": arrivals.accuracy[cfg.steps]}
     folder = save_policy(
-        parts.run_dir / "checkpoints" / f"step-{cfg.steps}", parts.policy, parts.tokenizer, state
+        parts.run_dir / "checkpoints" / f"step-{cfg.steps}",
+        parts.policy,
+        parts.tokenizer,
+        state,
+        log_z_head=parts.log_z_head,
     )
     summary["checkpoint"] = str(folder)
     write_summary(parts.run_dir, summary)
     parts.metrics.close()
     draw_figure(parts.run_dir)
-    assert parts.publisher is not None
-    parts.publisher.close()
-    parts.channel.close()
+    close(parts)
+
+
+def close(parts: TrainerParts) -> None:
+    """Ends what this trainer shares with searchers, and the file of trajectories."""
+    if parts.publisher is not None:
+        parts.publisher.close()
+    if parts.channel is not None:
+        parts.channel.close()
+    if parts.writer is not None:
+        parts.writer.close()

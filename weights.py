@@ -523,6 +523,25 @@ class EngineWeights:
             update = self._tba_receiver.take(wait_for=wait_for, timeout_s=timeout_s)
         return None if update is None else asdict(update)
 
+    def tba_divide_logits(self, temperature: float | None) -> None:
+        """From now on the model's logits are float32, divided by `temperature`; None: as before.
+
+        At the model, because all that samples or scores goes through its `compute_logits`: vLLM's
+        two model runners take log-probs of a prompt in different places, none with a temperature.
+        """
+        worker: Any = self
+        model = worker.model_runner.get_model()
+        vars(model).pop("compute_logits", None)  # the class's own method counts again
+        if temperature is None:
+            return
+        compute_logits = model.compute_logits
+
+        def divided(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+            logits = compute_logits(*args, **kwargs)  # None on tensor-parallel workers but one
+            return None if logits is None else logits.float().div_(temperature)
+
+        model.compute_logits = divided
+
     def tba_leave(self) -> None:
         self._tba_receiver.close()
 

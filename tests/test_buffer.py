@@ -35,14 +35,19 @@ def make(
         "prompt_tokens": np.full(PROMPT, prompt_id, np.int32),
         "response_tokens": tokens,
         "behavior_logprobs": -tokens.astype(np.float32),
+        "old_logprobs": None,
         "reference_logprobs": -2 * tokens.astype(np.float32),
+        "reference_version": 0,
         "reward": reward,
         "reward_parts": {"correct": reward},
         "version_start": version,
         "version_end": version + 1,
         "truncated": False,
     }
-    return Trajectory(**(fields | more))
+    fields |= more
+    if fields["old_logprobs"] is None:  # as usual, the very array of the behavior log-probs
+        fields["old_logprobs"] = fields["behavior_logprobs"]
+    return Trajectory(**fields)
 
 
 def make_buffer(

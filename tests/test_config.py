@@ -73,13 +73,18 @@ def complaint(cfg: DictConfig, world_size: int = 2) -> str:
         (["trainer.max_grad_norm=null", "seed=0", "eval.every=0", "run.rollouts_every=0"], 2),
         (["trainer.steps=3"], 2),  # shorter than its warm-up: a trial run
         (["buffer=softmax", "buffer.rule.inverse_temperature=0"], 2),
+        (["mode=offline", "data=runs/a"], 1),
+        (["mode=offline", "data=[a.jsonl,b.traj]", "searcher.responses_per_prompt=2"], 7),
+        (["buffer.recency_prob_final=0", "buffer.max_staleness=9", "loss=tb_learned_z"], 2),
+        (["searcher.explore.temperature_prob=0.3", "searcher.explore.temperature_high=2"], 2),
     ],
 )
 def test_a_good_config_passes_as_it_is_readonly(overrides, world_size):
     cfg = composed(*overrides)
     before = OmegaConf.to_yaml(cfg)
     OmegaConf.set_readonly(cfg, True)
-    config.validate(cfg, make_ranks(world_size - 1, world_size, cfg.cluster.trainers))
+    trainers = world_size if cfg.mode == "offline" else cfg.cluster.trainers
+    config.validate(cfg, make_ranks(world_size - 1, world_size, trainers))
     assert config.check_lengths(cfg, [[1, 2], [3]], 1024) == (
         cfg.task.max_prompt_tokens + cfg.task.max_response_tokens
     )
@@ -98,7 +103,27 @@ def test_prompts_per_step_and_per_call():
 # --------------------------------------------------------------------------- what is wrong
 
 MISTAKES = [
-    (["mode=offline"], 2, ["mode='offline'", "async, sync"]),
+    (["mode=replay"], 2, ["mode='replay'", "async, sync, offline"]),
+    (["mode=offline"], 2, ["mode=offline", "data=", "jsonl"]),
+    (["data=runs/a"], 2, ["data=runs/a", "mode=offline"]),
+    (["mode=offline", "data=[a,3]"], 2, ["data=", "path"]),
+    (["mode=offline", "data=3"], 2, ["data=3", "path"]),
+    (["buffer.eviction=newest"], 2, ["buffer.eviction='newest'", "lowest_reward"]),
+    (["buffer.prompt_priority=hard"], 2, ["buffer.prompt_priority='hard'", "difficulty"]),
+    (["buffer.recency_prob_final=2"], 2, ["buffer.recency_prob_final=2", "between"]),
+    (["buffer.max_staleness=0"], 2, ["buffer.max_staleness=0", "positive"]),
+    (["trainer.log_z_lr=0"], 2, ["trainer.log_z_lr=0", "positive"]),
+    (["searcher.explore.top_p_prob=2"], 2, ["searcher.explore.top_p_prob=2", "between"]),
+    (
+        ["searcher.explore.top_p_low=0.9", "searcher.explore.top_p_high=0.8"],
+        2,
+        ["searcher.explore.top_p_low=0.9", "top_p_high=0.8"],
+    ),
+    (
+        ["searcher.explore.temperature_low=2", "searcher.explore.temperature_high=1"],
+        2,
+        ["searcher.explore.temperature_low=2", "temperature_high=1"],
+    ),
     ([], 1, ["mode=async", "searcher", "torchrun", "mode=sync"]),
     (["cluster.trainers=2"], 2, ["cluster.trainers=2", "no searcher", "1 or less"]),
     (["cluster.trainers=9"], 4, ["cluster.trainers=9", "4 ranks", "3 or less"]),
@@ -298,7 +323,7 @@ def test_good_overrides_need_no_explanation():
         ("buffer.deduplicate=perhaps", ["buffer.deduplicate", "'perhaps'", "bool"]),
         ("trainer.steps=null", ["trainer.steps: can't be null"]),
         ("trainer=3", ["trainer"]),
-        ("loss=ppo", ["loss/ppo", "rloo", "tb_vargrad"]),
+        ("loss=trpo", ["loss/trpo", "rloo", "tb_vargrad"]),
         ("trainer.steps=[", ["'trainer.steps=['", "key=value"]),
     ],
 )

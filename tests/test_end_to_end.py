@@ -138,6 +138,74 @@ def test_vllm_run_learns_and_its_checkpoint_opens(tmp_path, random_model):
     assert tokenizer.decode(answer).isdigit()  # the policy that was trained, not the one before
 
 
+def test_saved_trajectories_are_learned_from_without_a_searcher(tmp_path, random_model):
+    """A run that explores, with a reference that moves, keeps its trajectories for others."""
+    recorded = learns(
+        tmp_path,
+        random_model,
+        2,
+        "engine=hf",
+        "run.save_trajectories=true",
+        "trainer.reference_reset_every=40",
+        "searcher.explore.temperature_prob=0.5",
+        "searcher.explore.top_p_prob=0.5",
+        "buffer.recency_prob_final=0.9",
+        "buffer.max_staleness=50",
+    )
+    done = run(
+        2,
+        *FAST,
+        f"model.path={random_model}",
+        f"run.root={tmp_path}",
+        "run.name=offline",
+        "mode=offline",
+        f"data={tmp_path / 'run'}",
+        "loss=tb_learned_z",
+        "trainer.steps=60",
+        "buffer.capacity_per_prompt=10000",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = summary_of(tmp_path / "offline")
+    # both trainers together read what the run's trainer received, a little of which was too late
+    assert summary["trajectories"] > 0.9 * recorded["trajectories"] / 2
+    assert summary["accuracy_before"] == pytest.approx(recorded["accuracy_before"])
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.3
+    assert summary["staleness_mean"] is None
+    assert sorted(summary["accuracy_by_step"], key=int) == ["0", "20", "40", "60"]
+
+    from checkpoint import load_log_z_head
+
+    head = load_log_z_head(tmp_path / "offline" / "checkpoints" / "step-60")
+    assert float(head.linear.bias.detach()) != 0.0
+
+
+def test_offline_data_that_an_objective_cannot_use_is_refused(tmp_path, random_model):
+    """JSONL from anywhere has no behavior log-probs, which a ratio needs."""
+    lines = [
+        {"prompt": f"{100 + i}:", "response": text, "reward": reward}
+        for i in range(16)
+        for text, reward in (("12", 1.0), ("ab", 0.0))
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = (
+        *FAST,
+        f"model.path={random_model}",
+        f"run.root={tmp_path}",
+        "mode=offline",
+        f"data={data}",
+        "trainer.responses_per_prompt=2",
+        "trainer.batch_size=16",
+        "trainer.steps=10",
+    )
+    refused = run(0, *options, "loss=ppo", "run.name=ppo")
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert "behavior log-probs" in refused.stderr and "Traceback" not in refused.stderr
+    done = run(0, *options, "run.name=tb")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert summary_of(tmp_path / "tb")["accuracy_after"] > 0.5
+
+
 # --------------------------------------------------------------------------- ending
 
 

@@ -247,6 +247,24 @@ def test_score_gives_every_token_but_the_first(tiny_llama: str) -> None:
         np.testing.assert_allclose(score, want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_responses_are_scored_at_any_temperature(
+    tiny_models: dict[str, str], name: str, temperature: float
+) -> None:
+    path = tiny_models[name]
+    prompts = make_prompts()
+    responses = tiny.random_tokens(np.random.default_rng(1), [4, 1, 20, 7])
+    prompts, responses = [*prompts, prompts[0]], [*responses, responses[0]]  # one of them twice
+    engine, model = make(path), load(path)
+    scores = engine.score_responses(prompts, responses, temperature=temperature)
+    assert len(scores) == 5
+    for prompt, response, score in zip(prompts, responses, scores, strict=True):
+        want = tiny.plain_logprobs(model, prompt, response, temperature).detach().numpy()
+        assert score.shape == response.shape and score.dtype == np.float32
+        np.testing.assert_allclose(score, want, rtol=0, atol=2e-5)
+
+
 def test_an_update_changes_the_samplers_weights(tiny_llama: str) -> None:
     engine, policy = make(tiny_llama), load(tiny_llama)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

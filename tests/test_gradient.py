@@ -13,10 +13,15 @@ from ranks import run_ranks
 
 import gradient
 from buffer import Group
-from gradient import accumulate_gradient, sum_over_trainers, whole_group_micro_batches
-from losses import LossOutput, rloo, tb_vargrad
-from model import load_policy, response_logprobs
-from trajectory import Trajectory
+from gradient import (
+    accumulate_gradient,
+    step_stats,
+    sum_over_trainers,
+    whole_group_micro_batches,
+)
+from losses import LossOutput, dgpo, rloo, tb_learned_z, tb_vargrad
+from model import LogZHead, load_policy, prompt_features, response_logprobs
+from trajectory import StepStats, Trajectory
 
 TEMPERATURE = 0.7
 BETA = 0.5
@@ -29,6 +34,7 @@ OBJECTIVES: dict[str, Callable[..., LossOutput]] = {
     "tb_vargrad": tb_vargrad,
     "tb_vargrad as printed": partial(tb_vargrad, normalize=False),
     "rloo": rloo,
+    "dgpo": dgpo,  # weighs a prompt by the difficulty of all the step's prompts
 }
 
 
@@ -47,8 +53,10 @@ def make_groups(seed: int = 0) -> list[Group]:
                 prompt_id=prompt_id,
                 prompt_tokens=prompt,
                 response_tokens=tokens,
-                behavior_logprobs=-rng.exponential(3, len(tokens)).astype(np.float32),
+                behavior_logprobs=(sampled := -rng.exponential(3, len(tokens)).astype(np.float32)),
+                old_logprobs=0.9 * sampled,
                 reference_logprobs=-rng.exponential(3, len(tokens)).astype(np.float32),
+                reference_version=0,
                 reward=(reward := float(rng.normal())),
                 reward_parts={"all": reward},
                 version_start=0,
@@ -57,7 +65,14 @@ def make_groups(seed: int = 0) -> list[Group]:
             )
             for tokens in tiny.random_tokens(rng, lengths)
         ]
-        groups.append(Group(prompt_id=prompt_id, trajectories=trajectories, uses=[0] * size))
+        groups.append(
+            Group(
+                prompt_id=prompt_id,
+                trajectories=trajectories,
+                uses=[0] * size,
+                items=list(range(size)),
+            )
+        )
     return groups
 
 
@@ -66,7 +81,8 @@ def step(
     groups: list[Group],
     objective: Callable[..., LossOutput],
     tokens_per_micro_batch: int,
-    num_groups: int = len(GROUP_SIZES),
+    stats: StepStats | None = None,
+    log_z_head: LogZHead | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     policy.zero_grad()
     sums = accumulate_gradient(
@@ -77,7 +93,8 @@ def step(
         temperature=TEMPERATURE,
         autocast=None,
         tokens_per_micro_batch=tokens_per_micro_batch,
-        num_groups=num_groups,
+        stats=step_stats(make_groups(), None, torch.device("cpu")) if stats is None else stats,
+        log_z_head=log_z_head,
     )
     return flat_gradient(policy), sums
 
@@ -124,7 +141,7 @@ def plain_loss(policy: torch.nn.Module, groups: list[Group], objective: str) -> 
     return sum(losses) / len(groups)
 
 
-@pytest.mark.parametrize("name", list(OBJECTIVES))
+@pytest.mark.parametrize("name", ["tb_vargrad", "tb_vargrad as printed", "rloo"])
 def test_loss_and_gradient_equal_the_formula(tiny_llama: str, name: str) -> None:
     policy, groups = load(tiny_llama), make_groups()
     got = step(policy, groups, OBJECTIVES[name], EVERYTHING)
@@ -198,10 +215,10 @@ def test_sums_over_tokens(tiny_llama: str) -> None:
             for t in trajectories
         ]
     )
-    behavior = np.concatenate([t.behavior_logprobs for t in trajectories])
-    assert sums["tokens"] == len(behavior)
+    old = np.concatenate([t.old_logprobs for t in trajectories])
+    assert sums["tokens"] == len(old)
     assert sums["policy/entropy_sampled"] == pytest.approx(-logprobs.sum(), rel=1e-5)
-    assert sums["policy/logprob_drift"] == pytest.approx(abs(logprobs - behavior).sum(), rel=1e-5)
+    assert sums["policy/logprob_drift"] == pytest.approx(abs(logprobs - old).sum(), rel=1e-5)
 
 
 def test_micro_batches_keep_groups_whole() -> None:
@@ -219,7 +236,82 @@ def test_micro_batches_keep_groups_whole() -> None:
             assert len(part) == 1 or max(sequences) * len(sequences) <= limit
 
 
+def make_head(hidden_size: int) -> LogZHead:
+    torch.manual_seed(0)
+    head = LogZHead(hidden_size)
+    torch.nn.init.normal_(head.linear.weight, std=0.1)
+    return head
+
+
+def test_prompt_features_average_the_prompt_alone(tiny_llama: str) -> None:
+    policy = load(tiny_llama)
+    prompts = [group.trajectories[0].prompt_tokens for group in make_groups()]
+    features = prompt_features(policy, prompts)
+    for prompt, row in zip(prompts, features, strict=True):
+        ids = torch.from_numpy(prompt.astype(np.int64))[None]
+        hidden = policy.base_model(input_ids=ids).last_hidden_state[0]
+        assert torch.allclose(row, hidden.mean(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("limit", [LESS_THAN_A_GROUP, SOME_GROUPS, EVERYTHING])
+def test_learned_log_z_gets_its_gradient_however_the_step_is_split(
+    tiny_llama: str, limit: int
+) -> None:
+    policy, groups = load(tiny_llama), make_groups()
+    prompts = [group.trajectories[0].prompt_tokens for group in groups]
+    features = prompt_features(policy, prompts)
+    head = make_head(features.shape[1])
+    got = step(policy, groups, partial(tb_learned_z, normalize=False), limit, log_z_head=head)
+
+    plain = make_head(features.shape[1])
+    policy.zero_grad()
+    losses = []
+    for group, log_z in zip(groups, plain(features), strict=True):
+        for t in group.trajectories:
+            logprobs = tiny.plain_logprobs(policy, t.prompt_tokens, t.response_tokens, TEMPERATURE)
+            residual = log_z + logprobs.sum() - float(t.reference_logprobs.sum()) - t.reward / BETA
+            losses.append(residual**2 / len(group.trajectories) / len(groups))
+    torch.stack(losses).sum().backward()
+    want = flat_gradient(policy)
+    assert float((got[0] - want).abs().max() / want.abs().max()) < 1e-5
+    assert got[1]["loss/total"] == pytest.approx(float(sum(losses)), rel=1e-5)
+    for mine, theirs in zip(head.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_step_stats() -> None:
+    groups = make_groups()
+    for t in groups[1].trajectories:
+        t.reward = 0.5
+    stats = step_stats(groups, None, torch.device("cpu"))
+    rewards = [[t.reward for t in group.trajectories] for group in groups]
+    assert stats.mean_rewards.tolist() == pytest.approx([sum(r) / len(r) for r in rewards])
+    assert stats.differs.tolist() == [True, False, True, True, True]
+    tokens = [sum(len(t.response_tokens) for t in group.trajectories) for group in groups]
+    assert stats.num_tokens == sum(tokens)
+    assert stats.num_differing_tokens == sum(tokens) - tokens[1]
+
+
 # --------------------------------------------------------------------------- several trainers
+
+
+def rank_stats(rank: int, world_size: int, shares: list[list[int]]) -> StepStats:
+    import torch.distributed as dist
+
+    groups = make_groups()
+    return step_stats([groups[i] for i in shares[rank]], dist.group.WORLD, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("shares", [[[0, 1], [2, 3, 4]], [[], [4, 3, 2, 1, 0]]])
+def test_step_stats_are_of_all_trainers(shares: list[list[int]]) -> None:
+    groups = make_groups()
+    want = step_stats([groups[i] for share in shares for i in share], None, torch.device("cpu"))
+    for got in run_ranks(rank_stats, 2, shares):
+        assert torch.equal(got.mean_rewards, want.mean_rewards)
+        assert torch.equal(got.differs, want.differs)
+        assert got.num_tokens == want.num_tokens
+        assert got.num_differing_tokens == want.num_differing_tokens
+
 
 
 def rank_step(rank: int, world_size: int, path: str, name: str) -> tuple[np.ndarray, dict]:
@@ -227,12 +319,13 @@ def rank_step(rank: int, world_size: int, path: str, name: str) -> tuple[np.ndar
 
     policy = load(path)
     groups = make_groups()[rank::world_size]  # 3 and 2 groups: unequal shares
-    _, sums = step(policy, groups, OBJECTIVES[name], SOME_GROUPS)
-    sums = sum_over_trainers(policy, sums, dist.group.WORLD)
+    stats = step_stats(groups, dist.group.WORLD, torch.device("cpu"))
+    _, sums = step(policy, groups, OBJECTIVES[name], SOME_GROUPS, stats)
+    sums = sum_over_trainers(list(policy.parameters()), sums, dist.group.WORLD)
     return flat_gradient(policy).numpy(), sums
 
 
-@pytest.mark.parametrize("name", ["tb_vargrad", "rloo"])
+@pytest.mark.parametrize("name", ["tb_vargrad", "rloo", "dgpo"])
 def test_two_trainers_make_the_step_of_one(tiny_llama: str, name: str) -> None:
     whole = step(load(tiny_llama), make_groups(), OBJECTIVES[name], EVERYTHING)
     results = run_ranks(rank_step, 2, tiny_llama, name)
@@ -248,7 +341,8 @@ def rank_missing_gradient(rank: int, world_size: int) -> tuple[list, dict]:
     policy[1].bias.requires_grad_(False)
     if rank == 1:
         policy[0](torch.ones(2)).backward()  # nothing of policy[1]; rank 0 has no gradient at all
-    sums = sum_over_trainers(policy, {"b": float(rank), "a": 1.0}, dist.group.WORLD)
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    sums = sum_over_trainers(trained, {"b": float(rank), "a": 1.0}, dist.group.WORLD)
     return [None if p.grad is None else p.grad.tolist() for p in policy.parameters()], sums
 
 
@@ -260,5 +354,5 @@ def test_parameters_without_gradient_count_as_zero() -> None:
 
 def test_one_trainer_needs_no_group() -> None:
     policy = torch.nn.Linear(2, 1)
-    assert sum_over_trainers(policy, {"a": 1.0}, None) == {"a": 1.0}
+    assert sum_over_trainers(list(policy.parameters()), {"a": 1.0}, None) == {"a": 1.0}
     assert policy.weight.grad is None

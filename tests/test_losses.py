@@ -2,383 +2,495 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+import itertools
 import math
 import random
 from pathlib import Path
+from typing import Any
 
+import plain_losses
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from omegaconf import OmegaConf
-from torch import Tensor
+from loss_cases import (
+    CASES,
+    OBJECTIVES,
+    WITH_LOG_Z,
+    Case,
+    assert_close,
+    batch_for,
+    case_name,
+    close,
+    gradient,
+    gradients,
+    needs_behavior,
+    needs_reference,
+    needs_step,
+    penalty_of,
+    run,
+)
+from plain_losses import (
+    Groups,
+    Response,
+    copied,
+    finite_differences,
+    make_batch,
+    mixed_groups,
+    random_groups,
+    random_log_z,
+    step_stats,
+)
 
-from losses import LossOutput, rloo, tb_vargrad
-from trajectory import Batch
-
-# One response: (policy log-probs, reference log-probs, reward); a group is a list of them.
-Response = tuple[list[float], list[float], float]
-Groups = list[list[Response]]
-
-
-def random_groups(seed: int, sizes: tuple[int, ...] = (3, 2, 5)) -> Groups:
-    rng = random.Random(seed)
-    groups = []
-    for size in sizes:
-        group = []
-        for _ in range(size):
-            length = rng.randint(1, 6)
-            policy = [-rng.expovariate(1.0) for _ in range(length)]
-            reference = [-rng.expovariate(1.0) for _ in range(length)]
-            group.append((policy, reference, rng.choice([0.0, 0.3, 1.0])))
-        groups.append(group)
-    return groups
-
-
-def make_batch(
-    groups: Groups,
-    *,
-    num_groups: int | None = None,
-    order: list[int] | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Batch:
-    """A batch of these groups; `order` permutes the responses, whose group ids go with them."""
-    rows = [(g, response) for g, group in enumerate(groups) for response in group]
-    rows = [rows[i] for i in order] if order is not None else rows
-    policy = [x for _, (p, _, _) in rows for x in p]
-    reference = [x for _, (_, q, _) in rows for x in q]
-    response = [i for i, (_, (p, _, _)) in enumerate(rows) for _ in p]
-    return Batch(
-        policy_logprobs=torch.tensor(policy, dtype=dtype).requires_grad_(),
-        reference_logprobs=torch.tensor(reference, dtype=dtype),
-        behavior_logprobs=torch.tensor(policy, dtype=dtype),
-        response=torch.tensor(response),
-        group=torch.tensor([g for g, _ in rows]),
-        rewards=torch.tensor([r for _, (_, _, r) in rows]),
-        num_groups=len(groups) if num_groups is None else num_groups,
-    )
+import losses
+from losses import LossOutput
 
 
-def gradient(output: LossOutput, batch: Batch) -> list[float]:
-    return torch.autograd.grad(output.loss, batch.policy_logprobs)[0].tolist()
+def cases(found: list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", found, ids=case_name)
 
 
-def close(value: float, rel: float = 1e-4, abs: float = 1e-5):
-    return pytest.approx(value, rel=rel, abs=abs)
+every_case = cases(CASES)
+
+TB_METRICS = {"loss/log_z_mean", "loss/residual_rms", "policy/log_ratio_mean"}
+PG_METRICS = {"loss/advantage_rms", "policy/log_ratio_mean"}
+METRICS = {
+    "tb_vargrad": TB_METRICS,
+    "tb_learned_z": TB_METRICS,
+    "ctb": {"loss/pairs_used", "policy/log_ratio_mean"},
+    "alpha_tb": TB_METRICS,
+    "kimi": TB_METRICS,
+    "kimi_k2": TB_METRICS,
+    "flowrl": TB_METRICS,
+    "reinforce": PG_METRICS,
+    "rloo": PG_METRICS,
+    "proximal_rloo": PG_METRICS | {"policy/clip_fraction"},
+    "ppo": PG_METRICS | {"policy/clip_fraction"},
+    "grpo": PG_METRICS | {"policy/clip_fraction"},
+    "dr_grpo": PG_METRICS | {"policy/clip_fraction"},
+    "dgpo": PG_METRICS | {"policy/clip_fraction"},
+    "dpo": {"loss/pairs_used", "policy/log_ratio_mean"},
+}
 
 
-# The formulas, in plain Python -----------------------------------------------------------------
+EXTREME: Groups = [  # log-ratios of +-3e4, ratios of probabilities beyond any float
+    [
+        Response([-1e4] * 3, [0.0] * 3, 0.0, behavior=[-0.1] * 3, old=[-0.1] * 3),
+        Response([0.0] * 3, [-1e4] * 3, 1.0, behavior=[-1e4] * 3, old=[-1e4] * 3),
+        Response([-1e4] * 2, [-1e4] * 2, 1.0, behavior=[0.0, -2e4], old=[-2e4, 0.0]),
+    ],
+    [
+        Response([-1e-30], [-1e-30], 1e3),
+        Response([-60.0] * 500, [-0.1] * 500, -1e3, behavior=[-0.1] * 500, old=[-0.1] * 500),
+        Response([-0.1] * 500, [-60.0] * 500, 0.0, behavior=[-60.0] * 500, old=[-60.0] * 500),
+    ],
+]
 
 
-def plain_tb(groups: Groups, beta: float) -> float:
-    """arXiv 2503.18929, Eqs. 4 and 5, term by term."""
-    total = 0.0
-    for group in groups:
-        log_z = sum(sum(q) - sum(p) + r / beta for p, q, r in group) / len(group)
-        total += sum((log_z + sum(p) - sum(q) - r / beta) ** 2 for p, q, r in group) / len(group)
-    return total / len(groups)
+# Every objective -------------------------------------------------------------------------------
 
 
-def plain_mean_baseline(groups: Groups, beta: float) -> list[list[float]]:
-    """REINFORCE's advantages: KL-regularised reward minus its mean over the group."""
-    advantages = []
-    for group in groups:
-        regularised = [r - beta * (sum(p) - sum(q)) for p, q, r in group]
-        baseline = sum(regularised) / len(regularised)
-        advantages.append([value - baseline for value in regularised])
-    return advantages
+@every_case
+def test_value_and_gradient_are_those_of_the_plain_formula(case):
+    name, options = case
+    for seed, empty, beta in ((0, False, 0.2), (1, True, 1.5)):
+        groups = mixed_groups(seed, empty=empty)
+        log_z = random_log_z(seed, len(groups)) if name in WITH_LOG_Z else []
+
+        plain = functools.partial(getattr(plain_losses, name), groups, log_z, beta=beta, **options)
+        batch = make_batch(groups, log_z=log_z or None)
+        output = run(case, batch, beta)
+        assert output.loss.dtype == torch.float32 and output.loss.shape == ()
+        assert output.loss.item() == close(plain())
+        policy, learned = gradients(output, batch)
+        expected_policy, expected_learned = finite_differences(plain, groups, log_z)
+        assert any(expected_policy) and (any(expected_learned) or not log_z)
+        assert_close(policy, expected_policy)
+        assert_close(learned, expected_learned)
 
 
-def plain_leave_one_out(groups: Groups, beta: float) -> list[list[float]]:
-    advantages = []
-    for group in groups:
-        regularised = [r - beta * (sum(p) - sum(q)) for p, q, r in group]
-        advantages.append(
-            [
-                own - sum(regularised[:j] + regularised[j + 1 :]) / (len(group) - 1)
-                for j, own in enumerate(regularised)
-            ]
-        )
-    return advantages
-
-
-def policy_gradient(groups: Groups, advantages: list[list[float]]) -> list[float]:
-    """d loss / d log-prob of each token when loss = -mean_groups mean_j A_j log pi(y_j)."""
-    return [
-        -advantage / len(group) / len(groups)
-        for group, values in zip(groups, advantages, strict=True)
-        for (tokens, _, _), advantage in zip(group, values, strict=True)
-        for _ in tokens
-    ]
-
-
-# tb_vargrad ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("beta", [0.005, 0.1, 2.0])
-def test_tb_is_equation_5(beta):
-    groups = random_groups(0)
-    expected = plain_tb(groups, beta)
-    printed = tb_vargrad(make_batch(groups), beta=beta, normalize=False)
-    normalized = tb_vargrad(make_batch(groups), beta=beta)
-    assert printed.loss.item() == close(expected)
-    assert normalized.loss.item() == close(expected * beta / 2)
-    assert printed.loss.dtype == torch.float32 and printed.loss.shape == ()
-
-
-def test_tb_by_hand():
-    # f = k - r / beta: 1 - 2 = -1 and -1 - 0 = -1 in the first group, 0 and 4 in the second.
-    groups = [
-        [([-1.0], [-2.0], 1.0), ([-2.0, -1.0], [-1.0, -1.0], 0.0)],
-        [([-1.0], [-1.0], 0.0), ([-1.0], [-5.0], 0.0)],
-    ]
-    output = tb_vargrad(make_batch(groups), beta=0.5, normalize=False)
-    assert output.loss.item() == close((0 + 4) / 2)
-    assert output.metrics["loss/log_z_mean"].item() == close((1 - 2) / 2)
-    assert output.metrics["loss/residual_rms"].item() == close((0 + 2) / 2)
-    assert output.metrics["policy/log_ratio_mean"].item() == close((0 + 2) / 2)
-
-
-@pytest.mark.parametrize("beta", [0.005, 0.1, 2.0])
-def test_tb_gradient_is_mean_baseline_reinforce(beta):
-    groups = random_groups(1)
-    batch = make_batch(groups)
-    expected = policy_gradient(groups, plain_mean_baseline(groups, beta))
-    assert gradient(tb_vargrad(batch, beta=beta), batch) == close(expected)
-    raw = gradient(tb_vargrad(batch, beta=beta, normalize=False), batch)
-    assert raw == close([2 / beta * value for value in expected], abs=1e-3)
-
-
-@pytest.mark.parametrize("loss", [tb_vargrad, rloo])
-def test_gradient_reaches_the_policy_alone_and_inputs_stay(loss):
-    batch = make_batch(random_groups(2))
-    batch.reference_logprobs.requires_grad_()
-    batch.rewards.requires_grad_()
-    output = loss(batch, beta=0.1)
-    assert all(not metric.requires_grad for metric in output.metrics.values())
-    before = [t.detach().clone() for t in (batch.policy_logprobs, batch.rewards)]
+@every_case
+def test_gradient_reaches_the_policy_alone_and_inputs_stay(case):
+    batch = batch_for(case, mixed_groups(2))
+    fixed = ("reference_logprobs", "behavior_logprobs", "old_logprobs", "rewards")
+    for name in fixed:
+        getattr(batch, name).requires_grad_()
+    names = [*fixed, "policy_logprobs", "response", "group"]
+    before = {name: getattr(batch, name).detach().clone() for name in names}
+    output = run(case, batch)
+    assert all(not torch.as_tensor(m).requires_grad for m in output.metrics.values())
     output.loss.backward()
     assert batch.policy_logprobs.grad is not None
-    assert batch.reference_logprobs.grad is None and batch.rewards.grad is None
-    assert torch.equal(batch.policy_logprobs, before[0]) and torch.equal(batch.rewards, before[1])
+    assert batch.log_z is None or batch.log_z.grad is not None
+    for name in fixed:
+        assert getattr(batch, name).grad is None, name
+    for name in names:
+        assert torch.equal(getattr(batch, name), before[name]), name
 
 
-def test_tb_is_zero_at_balance():
-    """log pi = log pi_ref + r / beta - log Z, with another Z in each group."""
-    rng = random.Random(3)
-    beta, groups = 0.25, []
-    for log_z in (1.5, -2.0, 0.25):
-        group = []
-        for length in (1, 3, 4):
-            reference = [-rng.randint(1, 16) / 8 for _ in range(length)]
-            reward = rng.randint(0, 4) / 4
-            policy = [reference[0] + reward / beta - log_z] + reference[1:]
-            group.append((policy, reference, reward))
-        groups.append(group)
-    batch = make_batch(groups)
-    output = tb_vargrad(batch, beta=beta)
-    assert output.loss.item() == close(0.0)
-    assert gradient(output, batch) == close([0.0] * len(batch.response))
-    assert output.metrics["loss/log_z_mean"].item() == close((1.5 - 2.0 + 0.25) / 3)
+@every_case
+def test_order_does_not_matter(case):
+    for seed in range(3):
+        groups = mixed_groups(seed, empty=seed == 2)
+        lengths = [len(y.policy) for group in groups for y in group]
+        batch = batch_for(case, groups)
+        output = run(case, batch)
+        policy, learned = gradients(output, batch)
+
+        # Responses in any order: groups interleave.
+        order = list(range(len(lengths)))
+        random.Random(seed).shuffle(order)
+        permuted = batch_for(case, groups, order=order)
+        other = run(case, permuted)
+        per_response = torch.tensor(policy).split(lengths)
+        expected = torch.cat([per_response[i] for i in order]).tolist()
+        assert other.loss.item() == close(output.loss.item())
+        assert_close(gradients(other, permuted)[0], expected)
+        assert_close(gradients(other, permuted)[1], learned)
+
+        # Tokens in any order: responses interleave.
+        token_order = list(range(len(policy)))
+        random.Random(seed).shuffle(token_order)
+        shuffled = batch_for(case, groups, token_order=token_order)
+        other = run(case, shuffled)
+        assert other.loss.item() == close(output.loss.item())
+        assert_close(gradient(other, shuffled), [policy[i] for i in token_order])
+
+        # Groups in any order.
+        log_z = random_log_z(1, len(groups))[::-1] if case[0] in WITH_LOG_Z else None
+        reverse = make_batch(groups[::-1], log_z=log_z)
+        other = run(case, reverse)
+        sizes = [sum(len(y.policy) for y in group) for group in groups]
+        expected = torch.cat(torch.tensor(policy).split(sizes)[::-1]).tolist()
+        assert other.loss.item() == close(output.loss.item())
+        assert_close(gradients(other, reverse)[0], expected)
+        assert_close(gradients(other, reverse)[1], learned[::-1])
+        for name, value in output.metrics.items():
+            assert float(other.metrics[name]) == close(float(value)), name
 
 
-@settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 10**6), shift=st.floats(-1000, 1000), beta=st.sampled_from([0.005, 1.0]))
-def test_tb_ignores_a_shift_of_all_rewards(seed, shift, beta):
-    groups = random_groups(seed)
-    shifted = [[(p, q, r + shift) for p, q, r in group] for group in groups]
-    batch, other = make_batch(groups), make_batch(shifted)
-    output, moved = tb_vargrad(batch, beta=beta), tb_vargrad(other, beta=beta)
-    # Rewards of size 1000 have a float32 spacing of 6e-5, which beta divides.
-    tolerance = 1e-4 * (1 + 1 / beta)
-    assert moved.loss.item() == close(output.loss.item(), rel=1e-2, abs=tolerance)
-    assert gradient(moved, other) == close(gradient(output, batch), rel=1e-2, abs=1e-3)
+@every_case
+def test_whole_group_micro_batches_add_up_to_the_step(case):
+    groups = mixed_groups(6)
+    log_z = random_log_z(1, len(groups))
+    whole_batch = batch_for(case, groups, log_z=log_z)
+    whole = run(case, whole_batch)
 
-
-@pytest.mark.parametrize("loss", [tb_vargrad, rloo])
-@pytest.mark.parametrize("seed", range(5))
-def test_order_does_not_matter(loss, seed):
-    groups = random_groups(seed)
-    order = list(range(sum(map(len, groups))))
-    random.Random(seed).shuffle(order)
-    lengths = [len(p) for group in groups for p, _, _ in group]
-    batch, permuted = make_batch(groups), make_batch(groups, order=order)
-    output, other = loss(batch, beta=0.1), loss(permuted, beta=0.1)
-    assert other.loss.item() == close(output.loss.item())
-
-    per_response = torch.tensor(gradient(output, batch)).split(lengths)
-    expected = torch.cat([per_response[i] for i in order]).tolist()
-    assert gradient(other, permuted) == close(expected)
-    swapped = loss(make_batch(groups[::-1]), beta=0.1)
-    assert swapped.loss.item() == close(output.loss.item())
-
-
-def test_tb_is_the_same_when_every_response_comes_twice():
-    groups = random_groups(5)
-    doubled = [group + group for group in groups]
-    output = tb_vargrad(make_batch(groups), beta=0.1)
-    twice = tb_vargrad(make_batch(doubled), beta=0.1)
-    assert twice.loss.item() == close(output.loss.item())
-    for name, value in output.metrics.items():
-        assert twice.metrics[name].item() == close(value.item()), name
-
-
-@pytest.mark.parametrize("loss", [tb_vargrad, rloo])
-def test_whole_group_micro_batches_add_up_to_the_step(loss):
-    groups = random_groups(6, sizes=(2, 4, 3, 6))
-    whole_batch = make_batch(groups)
-    whole = loss(whole_batch, beta=0.1)
-    batches = [make_batch(part, num_groups=4) for part in (groups[:1], groups[1:3], groups[3:])]
-    parts = [loss(batch, beta=0.1) for batch in batches]
+    step, batches = step_stats(groups), []
+    for part in (slice(0, 1), slice(1, 3), slice(3, 5)):
+        batches.append(make_batch(groups[part], num_groups=5, log_z=log_z[part], step=step))
+    parts = [run(case, batch) for batch in batches]
     assert sum(part.loss.item() for part in parts) == close(whole.loss.item())
-    gradients = [x for p, b in zip(parts, batches, strict=True) for x in gradient(p, b)]
-    assert gradients == close(gradient(whole, whole_batch))
+    policy = [x for p, b in zip(parts, batches, strict=True) for x in gradients(p, b)[0]]
+    learned = [x for p, b in zip(parts, batches, strict=True) for x in gradients(p, b)[1]]
+    assert_close(policy, gradients(whole, whole_batch)[0])
+    assert_close(learned, gradients(whole, whole_batch)[1])
     for name, value in whole.metrics.items():
-        assert sum(part.metrics[name].item() for part in parts) == close(value.item()), name
+        assert sum(float(part.metrics[name]) for part in parts) == close(float(value)), name
 
 
-@pytest.mark.parametrize("loss", [tb_vargrad, rloo])
-def test_equal_rewards_leave_only_the_pull_to_the_reference(loss):
-    # Without a reward to tell them apart, a response more likely than under the reference is
-    # made less likely: loss falls with its log-prob, so its gradient is positive.
-    groups = [[([-1.0], [-3.0], 1.0), ([-3.0], [-1.0], 1.0)]]
-    batch = make_batch(groups)
-    first, second = gradient(loss(batch, beta=0.1), batch)
-    assert first > 0 and first == close(-second)
-    same = make_batch([[([-1.0], [-1.0], 1.0), ([-3.0], [-3.0], 1.0)]])
-    assert gradient(loss(same, beta=0.1), same) == close([0.0, 0.0])
+@every_case
+def test_the_step_is_known_from_the_batch_that_is_the_whole_step(case):
+    groups = mixed_groups(7, empty=True)
+    step = step_stats(groups)
+    order = torch.tensor([3, 1, 4, 0, 2])  # the step's groups come in no order
+    step = dataclasses.replace(
+        step, mean_rewards=step.mean_rewards[order], differs=step.differs[order]
+    )
+    batch, other = batch_for(case, groups), batch_for(case, groups, step=step)
+    output, given_step = run(case, batch), run(case, other)
+    assert given_step.loss.item() == close(output.loss.item())
+    assert_close(gradient(given_step, other), gradient(output, batch))
 
 
-@pytest.mark.parametrize("loss", [tb_vargrad, rloo])
-def test_extreme_logprobs_stay_finite(loss):
+@every_case
+def test_equal_rewards(case):
+    """Finite; and there's nothing to learn from them where the policy is the reference."""
+    name, options = case
+    groups = copied(mixed_groups(8), reward=0.3)
+    batch = batch_for(case, groups)
+    output = run(case, batch)
+    policy, learned = gradients(output, batch)
+    assert all(map(math.isfinite, [output.loss.item(), *policy, *learned]))
+    assert all(math.isfinite(float(value)) for value in output.metrics.values())
+    if name in ("dgpo", "dpo"):
+        assert output.loss.item() == 0 and not any(policy)
+    elif name != "kimi_k2" and not needs_reference(name, options):
+        assert not any(policy)  # no advantage, no penalty
+
+    # A learned log Z has its own way to go, and k1 as a penalty has a gradient of beta everywhere.
+    if name in WITH_LOG_Z or penalty_of(name, options) == ("penalty", "k1"):
+        return
+    for response in itertools.chain(*groups):
+        response.reference = response.old = response.policy
+    batch = batch_for(case, groups)
+    assert gradient(run(case, batch), batch) == close([0.0] * len(batch.response))
+
+
+@pytest.mark.parametrize("beta", [0.005, 1.0])
+@every_case
+def test_extreme_logprobs_stay_finite(case, beta):
+    for log_z in ([3e4, -3e4], [-3e4, 3e4]):
+        batch = make_batch(EXTREME, log_z=log_z if case[0] in WITH_LOG_Z else None)
+        output = run(case, batch, beta)
+        policy, learned = gradients(output, batch)
+        assert math.isfinite(output.loss.item())
+        assert all(map(math.isfinite, policy + learned))
+        for name, value in output.metrics.items():
+            assert math.isfinite(float(value)), name
+
+
+@every_case
+def test_a_group_of_empty_responses_stays_finite(case):
+    groups = mixed_groups(9)
+    for response in groups[-1]:
+        response.policy = response.live = response.reference = response.behavior = []
+        response.old = []
+    batch = batch_for(case, groups)
+    output = run(case, batch)
+    policy, learned = gradients(output, batch)
+    assert all(map(math.isfinite, [output.loss.item(), *policy, *learned]))
+    assert all(math.isfinite(float(value)) for value in output.metrics.values())
+
+
+@every_case
+def test_bfloat16_inputs_are_summed_in_float32(case):
+    # These numbers are exact in bfloat16, but their sums over 1001 tokens (-500.5, -1001) are not.
     groups = [
-        [([-1e4] * 3, [0.0] * 3, 0.0), ([0.0] * 3, [-1e4] * 3, 1.0)],
-        [([-1e-30], [-1e-30], 1e3), ([-60.0] * 500, [-0.1] * 500, -1e3)],
+        [
+            Response([-0.5] * 1001, [-1.0] * 1001, 1.0, [-0.5] * 1000 + [-0.75]),
+            Response([-0.5] * 3, [-1.0] * 3, 0.0, [-0.5625, -0.375, -0.5], [-0.5] * 2 + [-1.0]),
+            Response([-0.25] * 4, [-0.5] * 4, 0.25, [-0.375] * 4, [-0.125] * 4),
+        ]
     ]
-    batch = make_batch(groups)
-    output = loss(batch, beta=0.005)
-    assert math.isfinite(output.loss.item())
-    assert all(math.isfinite(x) for x in gradient(output, batch))
-    assert all(math.isfinite(value.item()) for value in output.metrics.values())
+    exact, rounded = batch_for(case, groups), batch_for(case, groups, dtype=torch.bfloat16)
+    output, other = run(case, exact), run(case, rounded)
+    assert other.loss.dtype == torch.float32
+    assert other.loss.item() == close(output.loss.item(), rel=1e-6)
+    assert_close(gradient(other, rounded), gradient(output, exact), rel=1e-2)
+    assert rounded.policy_logprobs.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("loss", [tb_vargrad, rloo])
-def test_bfloat16_inputs_are_summed_in_float32(loss):
-    # -0.5 and -1 are exact in bfloat16, but their sums over 1001 tokens (-500.5, -1001) are not.
-    groups = [[([-0.5] * 1001, [-1.0] * 1001, 1.0), ([-0.5] * 3, [-1.0] * 3, 0.0)]]
-    exact, rounded = make_batch(groups), make_batch(groups, dtype=torch.bfloat16)
-    output = loss(rounded, beta=0.1)
-    assert output.loss.dtype == torch.float32
-    assert output.loss.item() == close(loss(exact, beta=0.1).loss.item(), rel=1e-6)
+@every_case
+def test_metric_names_are_the_same_whatever_the_data(case):
+    name, _ = case
+    step = step_stats(mixed_groups(3))
+    data = {
+        "mixed": batch_for(case, mixed_groups(0)),
+        "on-policy, empty responses": batch_for(case, mixed_groups(1, empty=True, on_policy=True)),
+        "equal rewards": batch_for(case, copied(mixed_groups(2), reward=1.0)),
+        "part of a step": batch_for(case, mixed_groups(3)[2:3], num_groups=5, step=step),
+        "extreme": batch_for(case, EXTREME),
+    }
+    names = {what: set(run(case, batch).metrics) for what, batch in data.items()}
+    assert names["mixed"] >= METRICS[name]
+    for what, found in names.items():
+        assert found == names["mixed"], what
 
 
-@pytest.mark.parametrize("loss", [tb_vargrad, rloo])
-def test_a_group_of_one_is_refused(loss):
-    groups = random_groups(7, sizes=(3, 1, 2))
+# A learned log Z would have to move with the rewards.
+@cases([case for case in CASES if case[0] != "tb_learned_z"])
+def test_a_shift_of_all_rewards_changes_nothing(case):
+    groups = mixed_groups(11)
+    shifted = copied(groups)
+    for response in itertools.chain(*shifted):
+        response.reward += 2.0
+    batch, other = batch_for(case, groups), batch_for(case, shifted)
+    expected = gradient(run(case, batch), batch)
+    assert_close(gradient(run(case, other), other), expected, rel=2e-3)
+
+
+SCALES = {  # name: normalised gradient / the paper's, as a function of beta
+    "tb_vargrad": lambda beta: beta / 2,
+    "tb_learned_z": lambda beta: beta / 2,
+    "ctb": lambda beta: beta / 4,
+    "kimi": lambda beta: 1 / (2 * beta),
+    "kimi_k2": lambda beta: 1 / (2 * beta),
+    "flowrl": lambda beta: beta / 2,
+    "dpo": lambda beta: 1 / beta,
+}
+
+
+@pytest.mark.parametrize("beta", [0.05, 2.0])
+@pytest.mark.parametrize("name", SCALES)
+def test_normalising_multiplies_by_a_constant(name, beta):
+    case = (name, {})
+    batch = batch_for(case, mixed_groups(12))
+    output, printed = run(case, batch, beta), run((name, {"normalize": False}), batch, beta)
+    scale = SCALES[name](beta)
+    assert output.loss.item() == close(scale * printed.loss.item())
+    for found, expected in zip(gradients(output, batch), gradients(printed, batch), strict=True):
+        assert_close(found, [scale * value for value in expected])
+
+
+# What is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_group_of_one_is_refused(name):
+    case = next(case for case in CASES if case[0] == name)
+    batch = batch_for(case, random_groups(7, sizes=(3, 1, 2)))
     with pytest.raises(ValueError, match="minimum of 2.*group 1"):
-        loss(make_batch(groups), beta=0.1)
+        run(case, batch)
 
 
-def test_impossible_betas_are_refused():
-    batch = make_batch(random_groups(8))
-    for beta in (0.0, -0.1, math.nan):
+DIVIDES_BY_BETA = {"tb_vargrad", "tb_learned_z", "ctb", "alpha_tb", "kimi", "kimi_k2", "flowrl"}
+DIVIDES_BY_BETA |= {"dpo"}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_impossible_betas_are_refused(name):
+    case = next(case for case in CASES if case[0] == name)
+    batch = batch_for(case, random_groups(8))
+    if name not in DIVIDES_BY_BETA:
+        run(case, batch, beta=0.0)
+    for beta in (-0.1, math.nan, 0.0)[: 3 if name in DIVIDES_BY_BETA else 2]:
         with pytest.raises(ValueError, match="beta"):
-            tb_vargrad(batch, beta=beta)
-    for beta in (-0.1, math.nan):
-        with pytest.raises(ValueError, match="beta"):
-            rloo(batch, beta=beta)
+            run(case, batch, beta=beta)
 
 
-# The minimiser ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("off_policy", [True, False])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_descent_reaches_the_optimal_policy(off_policy, normalize):
-    """pi* = pi_ref exp(r / beta) / Z, from all outcomes or from groups a fixed policy drew."""
-    generator = torch.Generator().manual_seed(0)
-    beta = 0.5
-    reference = torch.log_softmax(torch.randn(6, generator=generator), 0)
-    rewards = torch.tensor([0.0, 1.0, 0.2, 1.0, 0.5, 0.0])
-    optimum = torch.log_softmax(reference + rewards / beta, 0)
-    behavior = torch.softmax(torch.tensor([1.0, -0.5, 0.5, 0.0, 0.0, 1.0]), 0)
-    if off_policy:
-        groups = [torch.multinomial(behavior, 8, True, generator=generator) for _ in range(8)]
+@every_case
+def test_unknown_behavior_logprobs_are_refused_where_a_ratio_needs_them(case):
+    groups = mixed_groups(13)
+    batch, unknown = batch_for(case, groups), batch_for(case, groups)
+    unknown.behavior_logprobs = torch.full_like(unknown.behavior_logprobs, math.nan)
+    if needs_behavior(*case):
+        with pytest.raises(ValueError, match="behavio.*log-probs"):
+            run(case, unknown)
+        partly = batch_for(case, groups)
+        partly.behavior_logprobs[-1] = math.nan
+        with pytest.raises(ValueError, match="behavio.*log-probs"):
+            run(case, partly)
     else:
-        groups = [torch.arange(6)]
-    outcomes = torch.cat(groups)  # [B]
-    group = torch.cat([torch.full((len(g),), i) for i, g in enumerate(groups)])
-    assert len(outcomes.unique()) == 6
+        output, other = run(case, batch), run(case, unknown)
+        assert other.loss.item() == output.loss.item()
+        assert gradients(other, unknown) == gradients(output, batch)
+        assert all(math.isfinite(float(value)) for value in other.metrics.values())
 
-    logits = torch.zeros(6, requires_grad=True)
-    optimizer = torch.optim.LBFGS([logits], max_iter=100, line_search_fn="strong_wolfe")
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        batch = Batch(
-            policy_logprobs=torch.log_softmax(logits, 0)[outcomes],
-            reference_logprobs=reference[outcomes],
-            behavior_logprobs=behavior.log()[outcomes],
-            response=torch.arange(len(outcomes)),
-            group=group,
-            rewards=rewards[outcomes],
-            num_groups=len(groups),
+@every_case
+def test_unknown_old_logprobs_are_refused_by_kimi_k2_alone(case):
+    batch = batch_for(case, mixed_groups(13))
+    batch.old_logprobs = torch.full_like(batch.old_logprobs, math.nan)
+    if case[0] == "kimi_k2":
+        with pytest.raises(ValueError, match="old"):
+            run(case, batch)
+    else:
+        assert math.isfinite(run(case, batch).loss.item())
+
+
+@cases([case for case in CASES if not needs_reference(*case)])
+def test_the_reference_is_not_looked_at_where_there_is_no_penalty(case):
+    batch, other = batch_for(case, mixed_groups(14)), batch_for(case, mixed_groups(14))
+    other.reference_logprobs = torch.full_like(other.reference_logprobs, math.nan)
+    expected, output = run(case, batch), run(case, other)
+    assert output.loss.item() == expected.loss.item()
+    assert gradient(output, other) == gradient(expected, batch)
+
+
+@pytest.mark.parametrize("name", WITH_LOG_Z)
+def test_a_missing_log_z_is_refused(name):
+    with pytest.raises(ValueError, match="trainer.log_z_lr"):
+        run((name, {}), make_batch(random_groups(15)))
+
+
+@every_case
+def test_a_part_of_a_step_without_its_statistics_is_refused_where_they_matter(case):
+    batch = batch_for(case, mixed_groups(16), num_groups=6)
+    if needs_step(*case):
+        with pytest.raises(ValueError, match="step"):
+            run(case, batch)
+    else:
+        assert math.isfinite(run(case, batch).loss.item())
+
+
+BAD_OPTIONS = [
+    ("tb_vargrad", "importance", "token"),
+    ("tb_vargrad", "importance", "sequences"),
+    ("tb_vargrad", "importance_cap", 0.0),
+    ("tb_vargrad", "difficulty_temperature", 0.0),
+    ("tb_learned_z", "importance", "token"),
+    ("flowrl", "importance", "token"),
+    ("flowrl", "importance", "truncated"),
+    ("ctb", "prune", -1.0),
+    ("alpha_tb", "alpha", math.nan),
+    ("kimi", "log_z", "learned"),
+    *[
+        (name, option, value)
+        for name in ("reinforce", "rloo")
+        for option, value in (
+            ("kl", "both"),
+            ("kl_estimator", "k4"),
+            ("length_norm", "mean"),
+            ("importance", "tokens"),
+            ("importance_cap", -1.0),
         )
-        loss = tb_vargrad(batch, beta=beta, normalize=normalize).loss
-        loss.backward()
-        return loss
-
-    start = torch.softmax(logits.detach(), 0)
-    assert (start * (start.log() - optimum)).sum().item() > 0.1  # there is something to learn
-    optimizer.step(closure)
-    policy = torch.log_softmax(logits.detach(), 0)
-    assert (policy.exp() * (policy - optimum)).sum().item() < 1e-4
-
-
-# rloo ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.05, 1.0])
-def test_rloo_is_the_leave_one_out_formula(beta):
-    groups = random_groups(9, sizes=(2, 5, 3))
-    advantages = plain_leave_one_out(groups, beta)
-    expected = -sum(
-        sum(a * sum(p) for a, (p, _, _) in zip(values, group, strict=True)) / len(group)
-        for values, group in zip(advantages, groups, strict=True)
-    ) / len(groups)
-    batch = make_batch(groups)
-    output = rloo(batch, beta=beta)
-    assert output.loss.item() == close(expected)
-    assert gradient(output, batch) == close(policy_gradient(groups, advantages))
-    rms = [math.sqrt(sum(a * a for a in values) / len(values)) for values in advantages]
-    assert output.metrics["loss/advantage_rms"].item() == close(sum(rms) / len(rms))
+    ],
+    ("reinforce", "length_norm", "constant"),  # without its constant
+    ("proximal_rloo", "kl", "penalize"),
+    ("proximal_rloo", "clip_low", -0.1),
+    ("ppo", "kl_estimator", "k0"),
+    ("ppo", "length_norm", "constant"),
+    ("ppo", "clip_high", -0.1),
+    ("grpo", "kl", "token"),
+    ("grpo", "length_norm", "tokens"),
+    ("dr_grpo", "length_constant", None),
+    ("dr_grpo", "length_constant", 0),
+    ("dgpo", "difficulty_temperature", 0.0),
+]
 
 
-@pytest.mark.parametrize("size", [2, 4, 10])
-def test_rloo_is_the_mean_baseline_times_k_over_k_minus_1(size):
-    groups = random_groups(10, sizes=(size, size))
-    batch = make_batch(groups)
-    mean_baseline = gradient(tb_vargrad(batch, beta=0.1), batch)
-    expected = [size / (size - 1) * value for value in mean_baseline]
-    assert gradient(rloo(batch, beta=0.1), batch) == close(expected)
+@pytest.mark.parametrize(("name", "option", "value"), BAD_OPTIONS)
+def test_a_bad_option_is_named(name, option, value):
+    required = {"alpha_tb": {"alpha": 0.5}, "dr_grpo": {"length_constant": 16}}.get(name, {})
+    case = (name, required | {option: value})
+    with pytest.raises(ValueError, match=option if value != "constant" else "length_constant"):
+        run(case, batch_for(case, mixed_groups(17)))
 
 
-def test_rloo_ignores_a_shift_of_all_rewards():
-    groups = random_groups(11)
-    shifted = [[(p, q, r + 7.0) for p, q, r in group] for group in groups]
-    batch, other = make_batch(groups), make_batch(shifted)
-    expected = gradient(rloo(batch, beta=0.1), batch)
-    assert gradient(rloo(other, beta=0.1), other) == close(expected)
+def test_no_objective_takes_just_any_keyword():
+    for name in OBJECTIVES:
+        parameters = inspect.signature(getattr(losses, name)).parameters
+        kinds = [parameter.kind for parameter in parameters.values()]
+        assert kinds[0] is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        assert set(kinds[1:]) == {inspect.Parameter.KEYWORD_ONLY}, name
 
 
 # conf/loss -------------------------------------------------------------------------------------
 
+CONF = sorted(path.stem for path in (Path(losses.__file__).parent / "conf" / "loss").glob("*.yaml"))
 
-@pytest.mark.parametrize("name", ["tb_vargrad", "rloo"])
-def test_conf_binds_the_function(name):
+
+def chosen_loss(name: str) -> Any:
+    """`loss=name` of the whole config, as train.py makes it."""
+    from hydra import compose, initialize_config_dir
     from hydra.utils import instantiate
 
-    path = Path(__file__).parents[1] / "conf" / "loss" / f"{name}.yaml"
-    loss = instantiate(OmegaConf.load(path))
-    output = loss(make_batch(random_groups(12)), beta=0.1)
-    assert isinstance(output, LossOutput)
+    import config
+
+    config.register()
+    with initialize_config_dir(version_base="1.3", config_dir=config.conf_dir()):
+        cfg = compose("config", overrides=["engine=hf", f"loss={name}"])
+    return instantiate(cfg.loss)
+
+
+@pytest.mark.parametrize("name", CONF)
+def test_conf_binds_the_function(name):
+    loss = chosen_loss(name)
+    assert loss.func is getattr(losses, name)
+    groups = mixed_groups(12)
+    batch = make_batch(groups, log_z=random_log_z(0, len(groups)), step=step_stats(groups))
+    output = loss(batch, beta=0.1)
+    assert isinstance(output, LossOutput) and math.isfinite(output.loss.item())
+
+
+def test_every_objective_has_its_yaml():
+    assert CONF == OBJECTIVES
+    found = [
+        name
+        for name, function in inspect.getmembers(losses, inspect.isfunction)
+        if function.__module__ == "losses" and not name.startswith("_")
+        if inspect.signature(function).return_annotation in ("LossOutput", LossOutput)
+    ]
+    assert sorted(found) == OBJECTIVES

@@ -33,6 +33,7 @@ from engine import (
     engine_port,
 )
 from model import load_policy, response_logprobs
+from searcher import SearcherConfig, old_logprobs
 from weights import Publisher, WeightUpdate, _alive
 
 pytestmark = [
@@ -43,6 +44,7 @@ pytestmark = [
 ]
 
 TOLERANCE = 1e-3  # nats a token, float32
+SCORE_TOLERANCE = 1e-4  # where the policy is scored on the very sequences
 MAX_LENGTH = 512
 # vLLM caches whole blocks of a prompt's keys and values, of 128 tokens on CPU: shorter prompts
 # would never be cached, and a stale cache never be seen.
@@ -256,22 +258,99 @@ def test_ends_of_responses(rig: Rig) -> None:
         assert rig.gaps(groups, 2.0).max() < TOLERANCE
 
 
+def nucleus(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+    """Log-probs of all tokens after temperature and top-p, float64 [V]; -inf: cut."""
+    probs, order = (logits.double() / temperature).softmax(-1).sort(descending=True)
+    kept = int((probs.cumsum(0) < top_p).sum()) + 1
+    logprobs = torch.full_like(probs, -torch.inf)
+    logprobs[order[:kept]] = (probs[:kept] / probs[:kept].sum()).log()
+    return logprobs
+
+
 def test_top_p_logprobs_are_those_of_the_nucleus(rig: Rig) -> None:
     top_p, temperature = 0.8, 1.3
     (prompt,) = tiny.random_tokens(np.random.default_rng(5), [6])
     with torch.no_grad():
         logits = rig.policy(input_ids=torch.tensor(prompt.astype(np.int64))[None]).logits[0, -1]
-    probs, order = (logits.double() / temperature).softmax(-1).sort(descending=True)
-    kept = int((probs.cumsum(0) < top_p).sum()) + 1
-    want = dict(
-        zip(order[:kept].tolist(), (probs[:kept] / probs[:kept].sum()).log().tolist(), strict=True)
-    )
+    want = nucleus(logits, temperature, top_p)
     for engine in rig.engines:
         ((*completions,),) = engine.generate(
             [prompt], Sampling(n=200, temperature=temperature, top_p=top_p, max_tokens=1)
         )
         for c in completions:
-            assert c.logprobs[0] == pytest.approx(want[int(c.tokens[0])], abs=TOLERANCE)
+            assert c.logprobs[0] == pytest.approx(float(want[int(c.tokens[0])]), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("training_temperature", [0.7, 1.0])
+def test_explored_tokens_have_both_logprobs(rig: Rig, training_temperature: float) -> None:
+    """Of what was sampled, and of the policy at the training temperature without top-p."""
+    cfg = SearcherConfig(temperature=training_temperature)
+    sampling = Sampling(n=4, temperature=0.8, top_p=0.9, max_tokens=12)
+    for engine in rig.engines:
+        groups = engine.generate(make_prompts(), sampling)
+        flat = [(p, c) for p, group in zip(make_prompts(), groups, strict=True) for c in group]
+        prompts, completions = [p for p, _ in flat], [c for _, c in flat]
+        old = old_logprobs(cfg, engine, prompts, completions, sampling)
+        gaps_sampled, gaps_old, apart = [], [], []
+        for prompt, completion, values in zip(prompts, completions, old, strict=True):
+            tokens = torch.tensor([*prompt.tolist(), *completion.tokens.tolist()])
+            with torch.no_grad():
+                logits = rig.policy(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1]
+                trainers = response_logprobs(
+                    rig.policy, [prompt], [completion.tokens], temperature=training_temperature
+                ).numpy()
+            sampled = [
+                float(nucleus(row, 0.8, 0.9)[token])
+                for row, token in zip(logits, completion.tokens.tolist(), strict=True)
+            ]
+            assert values.shape == trainers.shape and values.dtype == np.float32
+            gaps_sampled.append(np.abs(completion.logprobs - sampled).max())
+            gaps_old.append(np.abs(values - trainers).max())
+            apart.append(np.abs(values - completion.logprobs).max())
+        print(
+            f"{type(engine).__name__} at {training_temperature}: largest gap "
+            f"{max(gaps_sampled):.1e} sampled, {max(gaps_old):.1e} old"
+        )
+        assert max(gaps_sampled) < SCORE_TOLERANCE and max(gaps_old) < SCORE_TOLERANCE
+        assert max(apart) > 0.05, "the two distributions are too near to tell"
+        # nothing of it stays in the engine
+        check(rig, f"after scores at {training_temperature}")
+
+
+def test_unexplored_tokens_are_not_scored_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = SearcherConfig(temperature=SAMPLING.temperature)
+    for engine in rig.engines:
+        groups = engine.generate(make_prompts(), SAMPLING)
+        monkeypatch.setattr(engine, "score_responses", None)  # a call of it would raise
+        for prompt, group in zip(make_prompts(), groups, strict=True):
+            old = old_logprobs(cfg, engine, [prompt] * len(group), group, SAMPLING)
+            assert all(o is c.logprobs for o, c in zip(old, group, strict=True))
+
+
+def test_a_score_that_fails_leaves_the_engine_as_it_was(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = rig.engines[0]
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("interrupted")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="interrupted"):
+        patch.setattr(vllm, "_run", fail)
+        vllm.score_responses(make_prompts(), make_prompts(), temperature=0.5)
+    check(rig, "after a score that failed")
+
+
+def test_the_longest_sequence_can_be_scored(rig: Rig) -> None:
+    """Prompt and response together may fill the model's context, which vLLM alone refuses."""
+    prompt, response = tiny.random_tokens(np.random.default_rng(3), [MAX_LENGTH - 100, 100])
+    with torch.no_grad():
+        want = tiny.plain_logprobs(rig.policy, prompt, response, 0.7).numpy()
+    for engine in rig.engines:
+        (score,) = engine.score_responses([prompt], [response], temperature=0.7)
+        gap = np.abs(score - want).max()
+        print(f"{type(engine).__name__}, {MAX_LENGTH} tokens: largest gap {gap:.1e}")
+        assert score.shape == want.shape and gap < SCORE_TOLERANCE
 
 
 def test_without_the_reset_the_prefix_cache_would_be_stale(rig: Rig) -> None:

@@ -1,0 +1,612 @@
+"""Trajectories in flat numpy arrays: what the replay buffer keeps, without its rules.
+
+``Store`` holds one row per trajectory, in order of arrival, and the tokens of many trajectories in
+each of its segments. ``append`` only notes a trajectory; ``flush`` writes all that were noted at
+once. ``remove`` marks a row as dead. The space of dead rows comes back in two ways: a segment of
+which little is left is emptied into the open one and freed, and ``compact`` closes up the rows.
+
+Letters: R rows, T tokens.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import chain
+from operator import attrgetter, le
+from typing import Any
+
+import numpy as np
+
+from trajectory import Trajectory
+
+_COLUMNS: dict[str, Any] = {
+    "arrival": np.int64,  # ascending; the number of trajectories stored before this one
+    "prompt_id": np.int64,
+    "reward": np.float64,
+    "version_start": np.int64,
+    "version_end": np.int64,
+    "reference_version": np.int64,
+    "uses": np.int32,
+    "length": np.int32,  # response tokens
+    "truncated": np.bool_,
+    "old_differs": np.bool_,  # its old log-probs are not its behavior log-probs
+    "segment": np.int32,  # where its tokens lie
+    "start": np.int32,
+    "response_hash": np.int64,
+    "live": np.bool_,
+}
+# What a saved state holds of a row; the other columns follow from it.
+_SAVED = tuple(_COLUMNS)[:10]
+_INTEGERS = ("prompt_id", "version_start", "version_end", "reference_version")
+_SCALARS = ("prompt_id", "reward", "version_start", "version_end", "reference_version", "truncated")
+_ARRAYS = {
+    "prompt_tokens": np.dtype(np.int32),
+    "response_tokens": np.dtype(np.int32),
+    "behavior_logprobs": np.dtype(np.float32),
+    "old_logprobs": np.dtype(np.float32),
+    "reference_logprobs": np.dtype(np.float32),
+}
+_ARENAS = {"tokens": np.int32, "behavior": np.float32, "reference": np.float32}
+_FIELDS = {
+    "tokens": "response_tokens",
+    "behavior": "behavior_logprobs",
+    "reference": "reference_logprobs",
+}
+
+_SEGMENT_TOKENS = 1 << 20  # the most; 4 MiB an arena
+# Of the tokens a store has room for, at most about 1/9 are garbage: a low bound costs moves.
+_GARBAGE = 8
+# A response longer than this part of a segment gets one of its own if it doesn't fit, so that no
+# more than this part of a segment is lost at its end, which must be well below 1/9.
+_LONG = 16
+_LOWEST = 1024  # least number of rows that are sorted to find those of lowest reward
+
+
+@dataclass(slots=True)
+class _Segment:
+    arenas: dict[str, np.ndarray]  # [T] each; "old" only once some old log-probs in it differ
+    used: int = 0  # tokens written
+    live: int = 0  # of which belong to live rows
+
+    @property
+    def size(self) -> int:
+        return self.arenas["tokens"].shape[0]
+
+    def reserve_old(self) -> np.ndarray:
+        if "old" not in self.arenas:
+            self.arenas["old"] = np.empty(self.size, np.float32)
+        return self.arenas["old"]
+
+
+class Store:
+    """Trajectories by row; a row number holds until ``compact``, an arrival number for ever.
+
+    Rows are in order of arrival. Methods that take rows accept those not yet flushed only where
+    they say so. Memory: 12 bytes a token (16 where old log-probs differ), at most 9/8 of that with
+    garbage and two segments more; and about 90 bytes a row.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        """Make an empty store; ``max_tokens``, its owner's bound, only sets the segments' size."""
+        self.segment_tokens = min(_SEGMENT_TOKENS, max(1024, max_tokens // 16))
+        self.num_rows = 0  # flushed ones, live or not
+        self.num_live = 0  # with those not flushed
+        self.live_tokens = 0  # response tokens of all live rows
+        self.allocated_tokens = 0  # room in all segments
+        self.columns = {name: np.empty(16, dtype) for name, dtype in _COLUMNS.items()}  # [R]
+        # The columns again, for one item at a time, which numpy is slow at.
+        self._views = {name: memoryview(values) for name, values in self.columns.items()}
+        self.parts: dict[str, np.ndarray] = {}  # name -> float64 [R], NaN: no such part
+        self._segments: dict[int, _Segment] = {}
+        self._open = -1  # number of the segment that is being filled; -1: none
+        self._next_segment = 0
+        self._spare: _Segment | None = None  # a freed one, kept to be filled again
+        # Not flushed: each with the hash of its response, None if removed since; and the arrival
+        # number of the first, which the others follow without gaps.
+        self._noted: list[tuple[Trajectory, int] | None] = []
+        self._noted_from = 0
+        self._head = 0  # no row before it is live
+        # The live rows of lowest (reward, row), all that come before any that is not in it, and
+        # perhaps dead ones; a later row belongs to them if its reward is less than the bound.
+        self._lowest: list[tuple[float, int]] = []
+        self._lowest_bound = -math.inf
+
+    # Changes
+
+    def append(self, t: Trajectory, arrival: int, response_hash: int) -> int:
+        """Note a trajectory, the latest to arrive, and return its row."""
+        if not self._noted:
+            self._noted_from = arrival
+        assert arrival == self._noted_from + len(self._noted)
+        row = self.num_rows + len(self._noted)
+        self._noted.append((t, response_hash))
+        self.num_live += 1
+        self.live_tokens += len(t.response_tokens)
+        if t.reward < self._lowest_bound:
+            heappush(self._lowest, (float(t.reward), row))
+        return row
+
+    def remove(self, row: int) -> tuple[int, int]:
+        """Drop a live row, flushed or not; its arrival number and the hash of its response."""
+        self.num_live -= 1
+        if row >= self.num_rows:
+            t, response_hash = self._unwritten(row)
+            self._noted[row - self.num_rows] = None
+            self.live_tokens -= len(t.response_tokens)
+            return self._noted_from + row - self.num_rows, response_hash
+        views = self._views
+        assert views["live"][row]
+        views["live"][row] = False
+        length, number = views["length"][row], views["segment"][row]
+        self.live_tokens -= length
+        segment = self._segments[number]
+        segment.live -= length
+        if segment.live == 0 and number != self._open:
+            self._free(number)
+        return views["arrival"][row], views["response_hash"][row]
+
+    def flush(self) -> None:
+        """Write what was noted; the arrays of the trajectories are not kept."""
+        noted, self._noted = self._noted, []
+        if not noted:
+            return
+        self._reserve_rows(len(noted))
+        columns = self.columns
+        new = slice(self.num_rows, self.num_rows + len(noted))
+        columns["arrival"][new] = np.arange(self._noted_from, self._noted_from + len(noted))
+        columns["live"][new] = False  # one that was removed before it was ever written stays so
+        kept = [entry for entry in noted if entry is not None]
+        rows = np.array([i for i, entry in enumerate(noted, new.start) if entry is not None], int)
+        self.num_rows = new.stop
+        trajectories = [entry[0] for entry in kept]
+        lengths = [len(t.response_tokens) for t in trajectories]
+        old_differs = [_old_differs(t) for t in trajectories]
+        columns["live"][rows] = True
+        columns["length"][rows] = lengths
+        columns["uses"][rows] = 0
+        columns["response_hash"][rows] = [entry[1] for entry in kept]
+        columns["old_differs"][rows] = old_differs
+        for name in _SCALARS:
+            columns[name][rows] = list(map(attrgetter(name), trajectories))
+        for name in dict.fromkeys(chain.from_iterable(t.reward_parts for t in trajectories)):
+            if name not in self.parts:
+                self.parts[name] = np.full(columns["live"].shape[0], np.nan)
+        for name, values in self.parts.items():
+            values[new] = np.nan
+            values[rows] = [t.reward_parts.get(name, math.nan) for t in trajectories]
+
+        for first, last, segment, start, end in self._place(rows, np.array(lengths)):
+            piece = trajectories[first:last]
+            for name, attribute in _FIELDS.items():
+                arrays = list(map(attrgetter(attribute), piece))
+                np.concatenate(arrays, out=segment.arenas[name][start:end])
+            if any(old_differs[first:last]):
+                arrays = [t.old_logprobs for t in piece]
+                np.concatenate(arrays, out=segment.reserve_old()[start:end])
+        self._reclaim()
+
+    def set_reference(self, rows: np.ndarray, logprobs: Sequence[np.ndarray], version: int) -> None:
+        """Replace the reference's log-probs of rows, and the version that they are of."""
+        for (segment, start, end), values in zip(self._pieces(rows), logprobs, strict=True):
+            segment.arenas["reference"][start:end] = values
+        self.columns["reference_version"][rows] = version
+
+    def should_compact(self) -> bool:
+        """Whether so many rows are dead that closing them up pays."""
+        full = self.num_rows + 1024 > self.columns["live"].shape[0]
+        dead = self.num_rows + len(self._noted) - self.num_live
+        return full and dead > self.num_live // _GARBAGE
+
+    def compact(self) -> np.ndarray:
+        """Close up the live rows, keeping their order; tokens stay where they are.
+
+        Returns:
+            int64 [R + 1] by the old row number: the new one, or for a dead row that of the next
+            live one.
+        """
+        self.flush()
+        alive = self.columns["live"][: self.num_rows]
+        moved = np.zeros(self.num_rows + 1, np.int64)
+        np.cumsum(alive, out=moved[1:])
+        live = np.flatnonzero(alive)
+        for values in (*self.columns.values(), *self.parts.values()):
+            values[: live.size] = values[live]
+        self.num_rows = live.size
+        self._head = 0
+        self._lowest, self._lowest_bound = [], -math.inf
+        return moved
+
+    # Looking things up
+
+    def row_of(self, arrival: int) -> int:
+        """Row of a stored arrival number, flushed or not."""
+        if self._noted and arrival >= self._noted_from:
+            return self.num_rows + arrival - self._noted_from
+        return int(self.columns["arrival"][: self.num_rows].searchsorted(arrival))
+
+    def live_rows(self, arrivals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of those arrival numbers that are stored still, and bool [n]: which these are."""
+        stored = self.columns["arrival"][: self.num_rows]
+        rows = stored.searchsorted(arrivals)
+        found = rows < self.num_rows
+        rows[~found] = 0
+        if self.num_rows:
+            found &= (stored[rows] == arrivals) & self.columns["live"][rows]
+        return rows[found], found
+
+    def response_bytes(self, row: int) -> bytes:
+        """The response's int32 tokens, of a row that is flushed or not."""
+        if row >= self.num_rows:
+            return self._unwritten(row)[0].response_tokens.tobytes()
+        ((segment, start, end),) = self._pieces(np.array([row]))
+        return segment.arenas["tokens"][start:end].tobytes()
+
+    def oldest(self) -> int:
+        """The earliest arrival that is live; there must be one."""
+        while True:
+            live = self._views["live"]
+            while self._head < self.num_rows:
+                if live[self._head]:
+                    return self._head
+                self._head += 1
+            assert self._noted
+            self.flush()
+
+    def lowest(self) -> int:
+        """The live row of lowest reward, of equals the earliest arrival; there must be one.
+
+        A sixteenth of the rows is sorted at a time, so that each call costs a logarithm of them.
+        """
+        while True:
+            while self._lowest:
+                row = self._lowest[0][1]
+                if self._is_live(row):
+                    return row
+                heappop(self._lowest)
+            self.flush()
+            live = np.flatnonzero(self.columns["live"][: self.num_rows])
+            assert live.size
+            rewards = self.columns["reward"][live]
+            count = min(live.size, max(_LOWEST, live.size // 16))
+            bound = np.partition(rewards, count - 1)[count - 1]
+            below = np.flatnonzero(rewards < bound)
+            equal = np.flatnonzero(rewards == bound)[: count - below.size]
+            chosen = np.concatenate([below, equal])
+            pairs = zip(rewards[chosen].tolist(), live[chosen].tolist(), strict=True)
+            self._lowest = sorted(pairs)
+            self._lowest_bound = float(bound)
+
+    def prompt_of(self, row: int) -> int:
+        """The prompt of a row, flushed or not."""
+        if row < self.num_rows:
+            return self._views["prompt_id"][row]
+        return int(self._unwritten(row)[0].prompt_id)
+
+    def evicted_by(self, row: int) -> tuple[int, float]:
+        """First version and reward of a row, flushed or not."""
+        if row < self.num_rows:
+            return self._views["version_start"][row], self._views["reward"][row]
+        t, _ = self._unwritten(row)
+        return t.version_start, t.reward
+
+    def read(self, rows: np.ndarray, prompts: Sequence[np.ndarray]) -> list[Trajectory]:
+        """Trajectories with copies of the stored arrays.
+
+        Args:
+            rows: int64 [n], live and flushed.
+            prompts: n arrays, the tokens of each one's prompt; they are used as they are.
+        """
+        columns = self.columns
+        scalars = [columns[name][rows].tolist() for name in (*_SCALARS, "old_differs")]
+        part_names = list(self.parts)
+        part_values = [self.parts[name][rows].tolist() for name in part_names]
+        parts = zip(*part_values, strict=True) if part_names else iter([()] * len(rows))
+        assert columns["live"][rows].all()
+        trajectories = []
+        for piece, prompt_tokens, part, (prompt_id, reward, start, end, reference, cut, old) in zip(
+            self._pieces(rows), prompts, parts, zip(*scalars, strict=True), strict=True
+        ):
+            segment, first, last = piece
+            arenas = segment.arenas
+            behavior = arenas["behavior"][first:last].copy()
+            trajectories.append(
+                Trajectory(
+                    prompt_id=prompt_id,
+                    prompt_tokens=prompt_tokens,
+                    response_tokens=arenas["tokens"][first:last].copy(),
+                    behavior_logprobs=behavior,
+                    old_logprobs=arenas["old"][first:last].copy() if old else behavior,
+                    reference_logprobs=arenas["reference"][first:last].copy(),
+                    reference_version=reference,
+                    reward=reward,
+                    reward_parts={
+                        n: v for n, v in zip(part_names, part, strict=True) if not math.isnan(v)
+                    },
+                    version_start=start,
+                    version_end=end,
+                    truncated=cut,
+                )
+            )
+        return trajectories
+
+    # Segments
+
+    def _unwritten(self, row: int) -> tuple[Trajectory, int]:
+        entry = self._noted[row - self.num_rows]
+        assert entry is not None
+        return entry
+
+    def _is_live(self, row: int) -> bool:
+        if row >= self.num_rows:
+            return self._noted[row - self.num_rows] is not None
+        return self._views["live"][row]
+
+    def _pieces(self, rows: np.ndarray) -> Iterator[tuple[_Segment, int, int]]:
+        """Where the tokens of each row lie: segment, start and end."""
+        starts = self.columns["start"][rows]
+        ends = starts + self.columns["length"][rows]
+        numbers = self.columns["segment"][rows].tolist()
+        for number, start, end in zip(numbers, starts.tolist(), ends.tolist(), strict=True):
+            yield self._segments[number], start, end
+
+    def _runs(self, rows: np.ndarray) -> Iterator[tuple[_Segment, int, int]]:
+        """The same in fewer pieces: rows whose tokens follow one another are taken together."""
+        starts = self.columns["start"][rows]
+        ends = starts + self.columns["length"][rows]
+        numbers = self.columns["segment"][rows]
+        breaks = (numbers[1:] != numbers[:-1]) | (starts[1:] != ends[:-1])
+        first = np.flatnonzero(np.append(rows.size > 0, breaks))
+        last = np.append(first[1:], rows.size)[: first.size] - 1
+        bounds = numbers[first].tolist(), starts[first].tolist(), ends[last].tolist()
+        for number, start, end in zip(*bounds, strict=True):
+            yield self._segments[number], start, end
+
+    def _place(
+        self, rows: np.ndarray, lengths: np.ndarray
+    ) -> Iterator[tuple[int, int, _Segment, int, int]]:
+        """Give rows places for their tokens, in order, opening segments as needed.
+
+        Yields:
+            first, last, segment, start, end: ``rows[first:last]`` go to ``start:end`` of a segment;
+            the caller writes them before it takes the next.
+        """
+        ends = np.cumsum(lengths)
+        first = placed = 0  # rows and tokens
+        while first < rows.size:
+            room = 0
+            if self._open >= 0:
+                segment = self._segments[self._open]
+                room = segment.size - segment.used
+            last = int(np.searchsorted(ends, placed + room, "right"))
+            if last > first:
+                number = self._open
+            else:
+                last = first + 1
+                length = int(lengths[first])
+                if length > self.segment_tokens // _LONG:
+                    number = self._new_segment(length)
+                else:
+                    number = self._new_segment(self.segment_tokens)
+                    closed, self._open = self._open, number
+                    if closed >= 0 and self._segments[closed].live == 0:
+                        self._free(closed)
+                    continue
+            segment = self._segments[number]
+            size = int(ends[last - 1]) - placed
+            start = segment.used
+            piece = rows[first:last]
+            self.columns["segment"][piece] = number
+            self.columns["start"][piece] = start + ends[first:last] - lengths[first:last] - placed
+            segment.used += size
+            segment.live += size
+            yield first, last, segment, start, segment.used
+            first, placed = last, int(ends[last - 1])
+
+    def _new_segment(self, size: int) -> int:
+        number, self._next_segment = self._next_segment, self._next_segment + 1
+        segment = None
+        if size == self.segment_tokens:
+            segment, self._spare = self._spare, None
+        if segment is None:
+            segment = _Segment({name: np.empty(size, dtype) for name, dtype in _ARENAS.items()})
+        self._segments[number] = segment
+        self.allocated_tokens += size
+        return number
+
+    def _free(self, number: int) -> None:
+        segment = self._segments.pop(number)
+        self.allocated_tokens -= segment.size
+        if segment.size == self.segment_tokens:
+            segment.arenas.pop("old", None)
+            segment.used = segment.live = 0
+            self._spare = segment
+
+    def _reclaim(self) -> None:
+        """Empty segments of which least is live, until the garbage is within its bound."""
+        while True:
+            room = 0
+            if self._open >= 0:
+                room = self._segments[self._open].size - self._segments[self._open].used
+            garbage = self.allocated_tokens - room - self.live_tokens
+            if garbage <= self.live_tokens // _GARBAGE + self.segment_tokens:
+                return
+            number = min(
+                (n for n in self._segments if n != self._open),
+                key=lambda n: self._segments[n].live / self._segments[n].size,
+            )
+            source = self._segments[number]
+            mine = self.columns["segment"][: self.num_rows] == number
+            rows = np.flatnonzero(mine & self.columns["live"][: self.num_rows])
+            # Pieces are read off before the rows are given new places.
+            pieces = list(self._pieces(rows))
+            lengths = self.columns["length"][rows].astype(np.int64)
+            for first, last, target, start, end in self._place(rows, lengths):
+                if "old" in source.arenas:
+                    target.reserve_old()
+                for name, arena in source.arenas.items():
+                    arrays = [arena[a:b] for _, a, b in pieces[first:last]]
+                    np.concatenate(arrays, out=target.arenas[name][start:end])
+            self._free(number)
+
+    def _reserve_rows(self, count: int) -> None:
+        """Make room for ``count`` more rows."""
+        needed = self.num_rows + count
+        if needed > self.columns["live"].shape[0]:
+            size = needed + needed // _GARBAGE + 16
+            for columns in (self.columns, self.parts):
+                for name, values in columns.items():
+                    # One at a time: the old and the new of one coexist, not of all.
+                    columns[name] = np.empty(size, values.dtype)
+                    columns[name][: self.num_rows] = values[: self.num_rows]
+            self._views = {name: memoryview(values) for name, values in self.columns.items()}
+
+    # State
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """Copies of everything, in order of arrival; dead rows must have been closed up.
+
+        Returns:
+            The columns by name; "parts" float64 [R, parts]; "tokens", "behavior" and "reference"
+            [T], one response after another; "old" likewise, of the rows of "old_differs" only.
+        """
+        n = self.num_rows
+        assert n == self.num_live
+        arrays = {name: self.columns[name][:n].copy() for name in _SAVED}
+        arrays["parts"] = np.empty((n, len(self.parts)))
+        for i, values in enumerate(self.parts.values()):
+            arrays["parts"][:, i] = values[:n]
+        rows = np.arange(n)
+        for name, dtype in _ARENAS.items():
+            arrays[name] = np.empty(self.live_tokens, dtype)
+            _join(arrays[name], (s.arenas[name][a:b] for s, a, b in self._runs(rows)))
+        rows = np.flatnonzero(arrays["old_differs"])
+        arrays["old"] = np.empty(int(arrays["length"][rows].sum()), np.float32)
+        _join(arrays["old"], (s.arenas["old"][a:b] for s, a, b in self._runs(rows)))
+        return arrays
+
+    @classmethod
+    def from_state(
+        cls, max_tokens: int, arrays: dict[str, np.ndarray], part_names: Sequence[str]
+    ) -> "Store":
+        """A store with the contents of ``state_arrays``, which ``check_state`` has found sound."""
+        store = cls(max_tokens)
+        n = store.num_rows = store.num_live = arrays["arrival"].shape[0]
+        store.columns = {name: np.zeros(n, dtype) for name, dtype in _COLUMNS.items()}
+        for name in _SAVED:
+            store.columns[name][:] = arrays[name]
+        store.columns["live"][:] = True
+        store._views = {name: memoryview(values) for name, values in store.columns.items()}
+        store.parts = {name: arrays["parts"][:, i].copy() for i, name in enumerate(part_names)}
+        store.live_tokens = arrays["tokens"].shape[0]
+        lengths = arrays["length"].astype(np.int64)
+        differs = arrays["old_differs"]
+        ends = np.cumsum(lengths)
+        old_ends = np.cumsum(np.where(differs, lengths, 0))
+        for first, last, segment, start, end in store._place(np.arange(n), lengths):
+            piece = slice(int(ends[first] - lengths[first]), int(ends[last - 1]))
+            for name in _ARENAS:
+                segment.arenas[name][start:end] = arrays[name][piece]
+            for row in (first + np.flatnonzero(differs[first:last])).tolist():
+                length = int(lengths[row])
+                place = start + int(ends[row]) - length - piece.start
+                values = arrays["old"][old_ends[row] - length : old_ends[row]]
+                segment.reserve_old()[place : place + length] = values
+        return store
+
+
+def check_state(arrays: dict[str, np.ndarray], num_parts: int) -> None:
+    """Raise ValueError unless ``state_arrays``'s arrays are there and agree with one another."""
+    dtypes: dict[str, Any] = {name: _COLUMNS[name] for name in _SAVED} | _ARENAS
+    dtypes |= {"parts": np.float64, "old": np.float32}
+    require_arrays(arrays, dtypes)
+    rows = arrays["arrival"].shape[0]
+    tokens = arrays["tokens"].shape[0]
+    shapes: dict[str, tuple[int, ...]] = {name: (rows,) for name in _SAVED}
+    shapes |= {name: (tokens,) for name in _ARENAS}
+    shapes["parts"] = (rows, num_parts)
+    for name, shape in shapes.items():
+        if arrays[name].shape != shape:
+            raise ValueError(f"buffer state: {name} has shape {arrays[name].shape}, not {shape}")
+    require_lengths("length", arrays["length"], tokens, least=1)
+    old = arrays["length"][arrays["old_differs"]].sum()
+    if arrays["old"].shape != (old,):
+        raise ValueError(f"buffer state: old has shape {arrays['old'].shape}, not {(old,)}")
+    if rows and (np.diff(arrays["arrival"]).min(initial=1) < 1 or arrays["arrival"][0] < 0):
+        raise ValueError("buffer state: arrival is not strictly ascending from 0 or more")
+
+
+def require_arrays(arrays: dict[str, np.ndarray], dtypes: dict[str, Any]) -> None:
+    """Raise ValueError unless a saved state has arrays of these names and dtypes."""
+    for name, dtype in dtypes.items():
+        if name not in arrays or arrays[name].dtype != dtype:
+            raise ValueError(f"buffer state: {name} is missing or is not {np.dtype(dtype)}")
+
+
+def require_lengths(name: str, lengths: np.ndarray, total: int, least: int) -> None:
+    """Raise ValueError unless lengths are at least ``least`` and sum to ``total``."""
+    if lengths.size and (lengths.min() < least or lengths.max() > total):
+        raise ValueError(f"buffer state: {name} has values outside {least}..{total}")
+    if lengths.sum(dtype=np.int64) != total:
+        raise ValueError(f"buffer state: {name} sums to {lengths.sum()}, not {total}")
+
+
+def all_valid(trajectories: Sequence[Trajectory]) -> bool:
+    """Whether all keep the rules of ``trajectory.check``, as far as a quick look can tell.
+
+    False means that each must be checked by itself, as numbers of other types can be valid too.
+    """
+
+    def values(name: str) -> list:
+        return list(map(attrgetter(name), trajectories))
+
+    def all_of(kind: type, items: Iterable) -> bool:
+        return set(map(type, items)) <= {kind}
+
+    if not trajectories:
+        return True
+    lengths = {}
+    for name, dtype in _ARRAYS.items():
+        arrays = values(name)
+        if not all_of(np.ndarray, arrays):
+            return False
+        if set(map(attrgetter("dtype", "ndim"), arrays)) != {(dtype, 1)}:
+            return False
+        lengths[name] = list(map(len, arrays))
+    responses = lengths["response_tokens"]
+    if min(responses) < 1:
+        return False
+    del lengths["prompt_tokens"]
+    if any(items != responses for items in lengths.values()):
+        return False
+    integers = {name: values(name) for name in _INTEGERS}
+    for numbers in integers.values():
+        if not all_of(int, numbers) or min(numbers) < -(2**63) or max(numbers) >= 2**63:
+            return False
+    if min(integers["reference_version"]) < -1:
+        return False
+    if not all(map(le, integers["version_start"], integers["version_end"])):
+        return False
+    parts = values("reward_parts")
+    numbers = [*values("reward"), *chain.from_iterable(p.values() for p in parts)]
+    names = chain.from_iterable(parts)
+    return (
+        all_of(float, numbers)
+        and all(map(math.isfinite, numbers))
+        and all_of(str, names)
+        and all_of(bool, values("truncated"))
+    )
+
+
+def _old_differs(t: Trajectory) -> bool:
+    old, behavior = t.old_logprobs, t.behavior_logprobs
+    # By bytes, because NaN marks what is not known and isn't equal to itself.
+    return old is not behavior and old.tobytes() != behavior.tobytes()
+
+
+def _join(out: np.ndarray, pieces: Iterator[np.ndarray]) -> None:
+    end = 0
+    for piece in pieces:
+        out[end : end + piece.shape[0]] = piece
+        end += piece.shape[0]
+    assert end == out.shape[0]
