@@ -23,13 +23,12 @@ from typing import Any
 import numpy as np
 
 from prompt_choice import ByReward, InTurn
-from store import Store, all_valid, check_state, require_arrays, require_lengths
+from store import FLUSH_ROWS, Store, all_valid, check_state, require_arrays, require_lengths
 from trajectory import Trajectory, check
 
 MIN_GROUP = 2  # VarGrad estimates log Z from the group's other responses, so one is not enough
 _EVICTIONS = ("oldest", "lowest_reward")
 _PRIORITIES = ("none", "reward_variance", "difficulty")
-_CHUNK = 1024  # trajectories added at a time
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -266,7 +265,7 @@ class Buffer:
                 stored for its prompt_id. Those before it in ``trajectories`` are stored.
         """
         source = iter(trajectories)
-        while chunk := list(islice(source, _CHUNK)):
+        while chunk := list(islice(source, FLUSH_ROWS)):
             if self._store.should_compact():
                 self._compact()
             checked = all_valid(chunk)
@@ -559,7 +558,7 @@ class Buffer:
     def _note_expiry(self, version: int, arrival: int) -> None:
         self._expiry.add(version, arrival)
         # It isn't told of other removals, so that it is made anew now and then.
-        if self._expiry.size > 2 * self.num_trajectories + _CHUNK:
+        if self._expiry.size > 2 * self.num_trajectories + FLUSH_ROWS:
             self._store.flush()
             self._fill_expiry()
 
@@ -659,8 +658,8 @@ class Buffer:
         store = Store.from_state(self.max_tokens, arrays, meta["part_names"])
         prompts = self._load_prompts(arrays, store)
         recent = {}
+        window_row = store.row_of(meta["_window_start"])
         for prompt_id, prompt in prompts.items():
-            window_row = store.row_of(meta["_window_start"])
             recent[prompt_id] = int((np.array(prompt.rows) >= window_row).sum())
         counts = (
             ("everything", {prompt_id: len(prompt.rows) for prompt_id, prompt in prompts.items()}),

@@ -1,16 +1,15 @@
 """Trajectories in flat numpy arrays: what the replay buffer keeps, without its rules.
 
-``Store`` holds one row per trajectory, in order of arrival, and the tokens of many trajectories in
-each of its segments. ``append`` only notes a trajectory; ``flush`` writes all that were noted at
-once. ``remove`` marks a row as dead. The space of dead rows comes back in two ways: a segment of
-which little is left is emptied into the open one and freed, and ``compact`` closes up the rows.
+``Store`` holds one row per trajectory, in order of arrival; segments.py holds the tokens.
+``append`` only notes a trajectory, ``flush`` writes all that were noted at once. ``remove`` marks a
+row as dead. The space of dead rows comes back in two ways: a segment of which little is live is
+emptied into the open one and freed, and ``compact`` closes up the rows.
 
 Letters: R rows, T tokens.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain
 from operator import attrgetter, le
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from segments import ARENAS, Segment, Segments
 from trajectory import Trajectory
 
 _COLUMNS: dict[str, Any] = {
@@ -47,36 +47,18 @@ _ARRAYS = {
     "old_logprobs": np.dtype(np.float32),
     "reference_logprobs": np.dtype(np.float32),
 }
-_ARENAS = {"tokens": np.int32, "behavior": np.float32, "reference": np.float32}
 _FIELDS = {
     "tokens": "response_tokens",
     "behavior": "behavior_logprobs",
     "reference": "reference_logprobs",
 }
 
+FLUSH_ROWS = 1024  # how many rows to note, about, before a flush
 _SEGMENT_TOKENS = 1 << 20  # the most; 4 MiB an arena
-# Of the tokens a store has room for, at most about 1/9 are garbage: a low bound costs moves.
+# At most about 1/9 of the room for tokens is garbage, as much as 1/8 of the live ones: less would
+# cost more moves, and it must stay well above what is lost at the ends of segments, 1/16.
 _GARBAGE = 8
-# A response longer than this part of a segment gets one of its own if it doesn't fit, so that no
-# more than this part of a segment is lost at its end, which must be well below 1/9.
-_LONG = 16
 _LOWEST = 1024  # least number of rows that are sorted to find those of lowest reward
-
-
-@dataclass(slots=True)
-class _Segment:
-    arenas: dict[str, np.ndarray]  # [T] each; "old" only once some old log-probs in it differ
-    used: int = 0  # tokens written
-    live: int = 0  # of which belong to live rows
-
-    @property
-    def size(self) -> int:
-        return self.arenas["tokens"].shape[0]
-
-    def reserve_old(self) -> np.ndarray:
-        if "old" not in self.arenas:
-            self.arenas["old"] = np.empty(self.size, np.float32)
-        return self.arenas["old"]
 
 
 class Store:
@@ -89,19 +71,14 @@ class Store:
 
     def __init__(self, max_tokens: int) -> None:
         """Make an empty store; ``max_tokens``, its owner's bound, only sets the segments' size."""
-        self.segment_tokens = min(_SEGMENT_TOKENS, max(1024, max_tokens // 16))
         self.num_rows = 0  # flushed ones, live or not
         self.num_live = 0  # with those not flushed
         self.live_tokens = 0  # response tokens of all live rows
-        self.allocated_tokens = 0  # room in all segments
         self.columns = {name: np.empty(16, dtype) for name, dtype in _COLUMNS.items()}  # [R]
         # The columns again, for one item at a time, which numpy is slow at.
-        self._views = {name: memoryview(values) for name, values in self.columns.items()}
+        self._views = {name: values.data for name, values in self.columns.items()}
         self.parts: dict[str, np.ndarray] = {}  # name -> float64 [R], NaN: no such part
-        self._segments: dict[int, _Segment] = {}
-        self._open = -1  # number of the segment that is being filled; -1: none
-        self._next_segment = 0
-        self._spare: _Segment | None = None  # a freed one, kept to be filled again
+        self.segments = Segments(min(_SEGMENT_TOKENS, max(1024, max_tokens // 16)))
         # Not flushed: each with the hash of its response, None if removed since; and the arrival
         # number of the first, which the others follow without gaps.
         self._noted: list[tuple[Trajectory, int] | None] = []
@@ -140,10 +117,7 @@ class Store:
         views["live"][row] = False
         length, number = views["length"][row], views["segment"][row]
         self.live_tokens -= length
-        segment = self._segments[number]
-        segment.live -= length
-        if segment.live == 0 and number != self._open:
-            self._free(number)
+        self.segments.release(number, length)
         return views["arrival"][row], views["response_hash"][row]
 
     def flush(self) -> None:
@@ -173,7 +147,6 @@ class Store:
             if name not in self.parts:
                 self.parts[name] = np.full(columns["live"].shape[0], np.nan)
         for name, values in self.parts.items():
-            values[new] = np.nan
             values[rows] = [t.reward_parts.get(name, math.nan) for t in trajectories]
 
         for first, last, segment, start, end in self._place(rows, np.array(lengths)):
@@ -194,7 +167,7 @@ class Store:
 
     def should_compact(self) -> bool:
         """Whether so many rows are dead that closing them up pays."""
-        full = self.num_rows + 1024 > self.columns["live"].shape[0]
+        full = self.num_rows + FLUSH_ROWS > self.columns["live"].shape[0]
         dead = self.num_rows + len(self._noted) - self.num_live
         return full and dead > self.num_live // _GARBAGE
 
@@ -299,9 +272,9 @@ class Store:
         """
         columns = self.columns
         scalars = [columns[name][rows].tolist() for name in (*_SCALARS, "old_differs")]
-        part_names = list(self.parts)
-        part_values = [self.parts[name][rows].tolist() for name in part_names]
-        parts = zip(*part_values, strict=True) if part_names else iter([()] * len(rows))
+        names = list(self.parts)
+        part_values = [self.parts[name][rows].tolist() for name in names]
+        parts = zip(*part_values, strict=True) if names else iter([()] * len(rows))
         assert columns["live"][rows].all()
         trajectories = []
         for piece, prompt_tokens, part, (prompt_id, reward, start, end, reference, cut, old) in zip(
@@ -320,9 +293,8 @@ class Store:
                     reference_logprobs=arenas["reference"][first:last].copy(),
                     reference_version=reference,
                     reward=reward,
-                    reward_parts={
-                        n: v for n, v in zip(part_names, part, strict=True) if not math.isnan(v)
-                    },
+                    # NaN, which alone differs from itself, stands for a part that isn't there.
+                    reward_parts={n: v for n, v in zip(names, part, strict=True) if v == v},
                     version_start=start,
                     version_end=end,
                     truncated=cut,
@@ -330,7 +302,7 @@ class Store:
             )
         return trajectories
 
-    # Segments
+    # Places of tokens
 
     def _unwritten(self, row: int) -> tuple[Trajectory, int]:
         entry = self._noted[row - self.num_rows]
@@ -340,17 +312,17 @@ class Store:
     def _is_live(self, row: int) -> bool:
         if row >= self.num_rows:
             return self._noted[row - self.num_rows] is not None
-        return self._views["live"][row]
+        return bool(self._views["live"][row])
 
-    def _pieces(self, rows: np.ndarray) -> Iterator[tuple[_Segment, int, int]]:
+    def _pieces(self, rows: np.ndarray) -> Iterator[tuple[Segment, int, int]]:
         """Where the tokens of each row lie: segment, start and end."""
         starts = self.columns["start"][rows]
         ends = starts + self.columns["length"][rows]
         numbers = self.columns["segment"][rows].tolist()
         for number, start, end in zip(numbers, starts.tolist(), ends.tolist(), strict=True):
-            yield self._segments[number], start, end
+            yield self.segments[number], start, end
 
-    def _runs(self, rows: np.ndarray) -> Iterator[tuple[_Segment, int, int]]:
+    def _runs(self, rows: np.ndarray) -> Iterator[tuple[Segment, int, int]]:
         """The same in fewer pieces: rows whose tokens follow one another are taken together."""
         starts = self.columns["start"][rows]
         ends = starts + self.columns["length"][rows]
@@ -360,82 +332,27 @@ class Store:
         last = np.append(first[1:], rows.size)[: first.size] - 1
         bounds = numbers[first].tolist(), starts[first].tolist(), ends[last].tolist()
         for number, start, end in zip(*bounds, strict=True):
-            yield self._segments[number], start, end
+            yield self.segments[number], start, end
 
     def _place(
         self, rows: np.ndarray, lengths: np.ndarray
-    ) -> Iterator[tuple[int, int, _Segment, int, int]]:
-        """Give rows places for their tokens, in order, opening segments as needed.
-
-        Yields:
-            first, last, segment, start, end: ``rows[first:last]`` go to ``start:end`` of a segment;
-            the caller writes them before it takes the next.
-        """
+    ) -> Iterator[tuple[int, int, Segment, int, int]]:
+        """Give rows places for their tokens, as ``Segments.place``, which see; adds the end."""
         ends = np.cumsum(lengths)
-        first = placed = 0  # rows and tokens
-        while first < rows.size:
-            room = 0
-            if self._open >= 0:
-                segment = self._segments[self._open]
-                room = segment.size - segment.used
-            last = int(np.searchsorted(ends, placed + room, "right"))
-            if last > first:
-                number = self._open
-            else:
-                last = first + 1
-                length = int(lengths[first])
-                if length > self.segment_tokens // _LONG:
-                    number = self._new_segment(length)
-                else:
-                    number = self._new_segment(self.segment_tokens)
-                    closed, self._open = self._open, number
-                    if closed >= 0 and self._segments[closed].live == 0:
-                        self._free(closed)
-                    continue
-            segment = self._segments[number]
-            size = int(ends[last - 1]) - placed
-            start = segment.used
-            piece = rows[first:last]
-            self.columns["segment"][piece] = number
-            self.columns["start"][piece] = start + ends[first:last] - lengths[first:last] - placed
-            segment.used += size
-            segment.live += size
-            yield first, last, segment, start, segment.used
-            first, placed = last, int(ends[last - 1])
-
-    def _new_segment(self, size: int) -> int:
-        number, self._next_segment = self._next_segment, self._next_segment + 1
-        segment = None
-        if size == self.segment_tokens:
-            segment, self._spare = self._spare, None
-        if segment is None:
-            segment = _Segment({name: np.empty(size, dtype) for name, dtype in _ARENAS.items()})
-        self._segments[number] = segment
-        self.allocated_tokens += size
-        return number
-
-    def _free(self, number: int) -> None:
-        segment = self._segments.pop(number)
-        self.allocated_tokens -= segment.size
-        if segment.size == self.segment_tokens:
-            segment.arenas.pop("old", None)
-            segment.used = segment.live = 0
-            self._spare = segment
+        for first, last, number, start in self.segments.place(lengths):
+            piece = slice(first, last)
+            places = start + ends[piece] - ends[first] + lengths[first]  # [last - first] the ends
+            self.columns["segment"][rows[piece]] = number
+            self.columns["start"][rows[piece]] = places - lengths[piece]
+            yield first, last, self.segments[number], start, int(places[-1])
 
     def _reclaim(self) -> None:
         """Empty segments of which least is live, until the garbage is within its bound."""
-        while True:
-            room = 0
-            if self._open >= 0:
-                room = self._segments[self._open].size - self._segments[self._open].used
-            garbage = self.allocated_tokens - room - self.live_tokens
-            if garbage <= self.live_tokens // _GARBAGE + self.segment_tokens:
-                return
-            number = min(
-                (n for n in self._segments if n != self._open),
-                key=lambda n: self._segments[n].live / self._segments[n].size,
-            )
-            source = self._segments[number]
+        segments = self.segments
+        bound = self.live_tokens // _GARBAGE + segments.segment_tokens
+        while segments.garbage(self.live_tokens) > bound:
+            number = segments.emptiest()
+            source = segments[number]
             mine = self.columns["segment"][: self.num_rows] == number
             rows = np.flatnonzero(mine & self.columns["live"][: self.num_rows])
             # Pieces are read off before the rows are given new places.
@@ -447,7 +364,7 @@ class Store:
                 for name, arena in source.arenas.items():
                     arrays = [arena[a:b] for _, a, b in pieces[first:last]]
                     np.concatenate(arrays, out=target.arenas[name][start:end])
-            self._free(number)
+            segments.free(number)
 
     def _reserve_rows(self, count: int) -> None:
         """Make room for ``count`` more rows."""
@@ -459,7 +376,7 @@ class Store:
                     # One at a time: the old and the new of one coexist, not of all.
                     columns[name] = np.empty(size, values.dtype)
                     columns[name][: self.num_rows] = values[: self.num_rows]
-            self._views = {name: memoryview(values) for name, values in self.columns.items()}
+            self._views = {name: values.data for name, values in self.columns.items()}
 
     # State
 
@@ -477,7 +394,7 @@ class Store:
         for i, values in enumerate(self.parts.values()):
             arrays["parts"][:, i] = values[:n]
         rows = np.arange(n)
-        for name, dtype in _ARENAS.items():
+        for name, dtype in ARENAS.items():
             arrays[name] = np.empty(self.live_tokens, dtype)
             _join(arrays[name], (s.arenas[name][a:b] for s, a, b in self._runs(rows)))
         rows = np.flatnonzero(arrays["old_differs"])
@@ -496,7 +413,7 @@ class Store:
         for name in _SAVED:
             store.columns[name][:] = arrays[name]
         store.columns["live"][:] = True
-        store._views = {name: memoryview(values) for name, values in store.columns.items()}
+        store._views = {name: values.data for name, values in store.columns.items()}
         store.parts = {name: arrays["parts"][:, i].copy() for i, name in enumerate(part_names)}
         store.live_tokens = arrays["tokens"].shape[0]
         lengths = arrays["length"].astype(np.int64)
@@ -505,7 +422,7 @@ class Store:
         old_ends = np.cumsum(np.where(differs, lengths, 0))
         for first, last, segment, start, end in store._place(np.arange(n), lengths):
             piece = slice(int(ends[first] - lengths[first]), int(ends[last - 1]))
-            for name in _ARENAS:
+            for name in ARENAS:
                 segment.arenas[name][start:end] = arrays[name][piece]
             for row in (first + np.flatnonzero(differs[first:last])).tolist():
                 length = int(lengths[row])
@@ -517,13 +434,13 @@ class Store:
 
 def check_state(arrays: dict[str, np.ndarray], num_parts: int) -> None:
     """Raise ValueError unless ``state_arrays``'s arrays are there and agree with one another."""
-    dtypes: dict[str, Any] = {name: _COLUMNS[name] for name in _SAVED} | _ARENAS
+    dtypes: dict[str, Any] = {name: _COLUMNS[name] for name in _SAVED} | ARENAS
     dtypes |= {"parts": np.float64, "old": np.float32}
     require_arrays(arrays, dtypes)
     rows = arrays["arrival"].shape[0]
     tokens = arrays["tokens"].shape[0]
     shapes: dict[str, tuple[int, ...]] = {name: (rows,) for name in _SAVED}
-    shapes |= {name: (tokens,) for name in _ARENAS}
+    shapes |= {name: (tokens,) for name in ARENAS}
     shapes["parts"] = (rows, num_parts)
     for name, shape in shapes.items():
         if arrays[name].shape != shape:

@@ -50,6 +50,7 @@ from trajectory import Batch, Trajectory  # noqa: E402
 THRESHOLD = 1e-3  # nats: below it the policy counts as the optimum
 STALE_STEPS = 200  # steps between two copies of the policy in the setting `stale`
 PUBLISH_STEPS = 10  # steps between two publications in the setting `replay`
+PUBLISHED_RESPONSES = 64  # of every problem that arrive with a publication
 SAMPLING_SEED = 10_000  # the same for all objectives, and of no world
 
 
@@ -304,27 +305,30 @@ def stale(world: World, settings: Settings, seed: int) -> Draw:
 
 
 def replay(world: World, settings: Settings, seed: int) -> Draw:
-    """The replay buffer: every PUBLISH_STEPS steps the policy samples K more of each problem.
+    """The replay buffer: every PUBLISH_STEPS steps PUBLISHED_RESPONSES of each problem arrive.
 
-    The buffer's settings are those a run has unless told otherwise: half of the groups are drawn
-    from what the last publication brought and half from all that is stored, uniformly; equal
-    responses are stored once; at most 100 responses of a problem, the oldest version goes first.
+    They are the policy's of that step. The buffer's settings are those a run has unless told
+    otherwise: half of the groups are drawn from what the last publication brought and half from
+    all that is stored, uniformly; equal responses are stored once; at most 100 responses of a
+    problem, the oldest version goes first.
     """
     tree, vocabulary, k = world.tree, settings.vocabulary, settings.responses_per_prompt
     generator = torch.Generator().manual_seed(seed)
     num_problems = world.rewards.shape[0]
     table = world.reference[0].numel()
-    reference = world.reference.float().flatten()
+    reference = world.reference.float().flatten().numpy()
+    cells_of = [row[mask].numpy() for row, mask in zip(tree.cells, tree.mask, strict=True)]
     buffer = Buffer(
         max_tokens=10**6, deduplicate=True, recency_prob=0.5, rule=uniform_rule, seed=seed
     )
 
     def arrivals(step: int, policy: Tensor) -> Iterator[Trajectory]:
-        flat = policy.flatten()
-        for problem, numbers in enumerate(sample(policy, tree, k, generator).tolist()):
-            for number in numbers:
-                cells = tree.cells[number][tree.mask[number]] + problem * table
-                behavior = flat[cells].numpy()
+        flat = policy.flatten().numpy()
+        numbers = sample(policy, tree, PUBLISHED_RESPONSES, generator).tolist()
+        for problem in range(num_problems):
+            for number in numbers[problem]:
+                cells = cells_of[number] + problem * table
+                behavior = flat[cells]
                 reward = float(world.rewards[problem, number])
                 yield Trajectory(
                     prompt_id=problem,
@@ -332,7 +336,7 @@ def replay(world: World, settings: Settings, seed: int) -> Draw:
                     response_tokens=tree.tokens[number],
                     behavior_logprobs=behavior,
                     old_logprobs=behavior,
-                    reference_logprobs=reference[cells].numpy(),
+                    reference_logprobs=reference[cells],
                     reference_version=0,
                     reward=reward,
                     reward_parts={},
@@ -576,7 +580,7 @@ def report(
             f"renewed every {STALE_STEPS} steps.",
             f"- replay: `Buffer(recency_prob=0.5)`, deduplicated, uniform rule, 100 responses a "
             f"prompt at most; every {PUBLISH_STEPS} steps",
-            f"  a new window and {s.responses_per_prompt} responses of every prompt from the "
+            f"  a new window and {PUBLISHED_RESPONSES} responses of every prompt from the "
             "current policy.",
             "- Behaviour log-probs are exact, those of the policy that sampled.",
             "",
@@ -648,6 +652,7 @@ def write(
         "settings": asdict(settings),
         "stale_steps": STALE_STEPS,
         "publish_steps": PUBLISH_STEPS,
+        "published_responses": PUBLISHED_RESPONSES,
         "threshold": THRESHOLD,
         "calls": {r.objective: OBJECTIVES[r.objective] for r in results},
         "results": [asdict(r) for r in results],

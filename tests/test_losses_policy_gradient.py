@@ -134,9 +134,10 @@ def test_on_policy_gradient_is_that_of_reinforce(name, options, advantages, divi
     batch = make_batch(groups)
     tokens = sum(len(y.policy) for group in groups for y in group)
     differing = sum(len(y.policy) for group in groups if rewards_differ(group) for y in group)
-    expected = []
+    expected, rms = [], []
     for group, weight in zip(groups, difficulty(groups, 2.0), strict=True):
         values = advantages([y.reward for y in group])
+        rms.append(math.sqrt(sum(x * x for x in values) / len(values)))
         for y, advantage in zip(group, values, strict=True):
             scale = {
                 "none": 1 / (len(groups) * len(group)),
@@ -148,6 +149,7 @@ def test_on_policy_gradient_is_that_of_reinforce(name, options, advantages, divi
             expected += [-advantage * scale] * len(y.policy)
     output = run((name, options), batch)
     assert_close(gradient(output, batch), expected)
+    assert output.metrics["loss/advantage_rms"].item() == close(sum(rms) / len(rms))
     if "importance" in options:
         assert output.metrics["policy/importance_mean"].item() == close(1.0)
     else:

@@ -235,6 +235,9 @@ def test_kimi_by_hand():
     zeta = 0.5 * math.log((math.exp(2.0) + 1) / 2)
     output = kimi(make_batch(groups), beta=0.5, normalize=False, log_z="log_mean_exp")
     assert output.loss.item() == close(((0.5 - zeta) ** 2 + (0.5 - zeta) ** 2) / 2)
+    assert output.metrics["loss/log_z_mean"].item() == close(zeta / 0.5)
+    output = kimi_k2(make_batch(groups), beta=0.5)
+    assert output.metrics["loss/log_z_mean"].item() == close(1.0)
 
 
 @pytest.mark.parametrize("beta", [0.05, 1.0])
@@ -275,6 +278,52 @@ def test_dpo_by_hand():
     assert values[3:] == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("case", "factor"),  # of the loss as printed, to the mean square of the residual in nats
+    [
+        (("tb_vargrad", {}), 1.0),
+        (("tb_learned_z", {}), 1.0),
+        (("ctb", {}), (4 - 1) / (2 * 4)),
+        (("alpha_tb", {"alpha": 1.0}), 2.0),
+        (("flowrl", {"importance": "none"}), 1.0),
+        (("kimi", {}), 1 / 0.3**2),
+        (("kimi", {"log_z": "log_mean_exp"}), 1 / 0.3**2),
+        (("kimi_k2", {}), 1 / 0.3**2),
+    ],
+    ids=str,
+)
+def test_residual_rms_is_that_of_the_loss(case, factor):
+    group = random_groups(23, sizes=(4,))[0]
+    name, options = case
+    batch = batch_for(case, [group])
+    output = run((name, options | {"normalize": False}), batch, beta=0.3)
+    expected = math.sqrt(factor * output.loss.item())
+    assert output.metrics["loss/residual_rms"].item() == close(expected)
+    log_ratios = [sum(y.policy) - sum(y.reference) for y in group]
+    assert output.metrics["policy/log_ratio_mean"].item() == close(sum(log_ratios) / 4)
+    normalized = run(case, batch, beta=0.3)
+    for metric, value in output.metrics.items():
+        assert normalized.metrics[metric].item() == close(value.item()), metric
+
+
+@pytest.mark.parametrize("alpha", [-0.5, 0.0, 2.0])
+def test_metrics_of_alpha_tb_are_in_nats(alpha):
+    """Of one token each, so that the gradient gives -L'(scale D), and D from that."""
+    group = [dataclasses.replace(y, policy=y.policy[:1]) for y in random_groups(24, sizes=(5,))[0]]
+    for y in group:
+        y.reference, y.behavior, y.old = y.reference[:1], y.policy, y.policy
+    batch = make_batch([group])
+    for normalize, scale in ((True, 0.4), (False, 1.0)):
+        output = alpha_tb(batch, beta=0.4, alpha=alpha, normalize=normalize)
+        slopes = [5 * x for x in gradient(output, batch)]
+        d = [math.log1p((alpha - 1) * x) / (alpha - 1) / scale for x in slopes]
+        rms = math.sqrt(sum(x * x for x in d) / 5)
+        assert output.metrics["loss/residual_rms"].item() == close(rms, rel=1e-3)
+        first = group[0]
+        log_z = d[0] - (first.policy[0] - first.reference[0] - first.reward / 0.4)
+        assert output.metrics["loss/log_z_mean"].item() == close(log_z, rel=1e-3)
+
+
 # The minimiser ---------------------------------------------------------------------------------
 
 TB_FAMILY = [
@@ -313,8 +362,8 @@ def test_loss_and_gradient_are_zero_at_balance(case):
     assert output.loss.item() == close(0.0)
     policy, learned = gradients(output, batch)
     assert policy + learned == close([0.0] * len(policy + learned))
-    if case[0] == "tb_vargrad":
-        assert output.metrics["loss/log_z_mean"].item() == close((1.5 - 2.0 + 0.25) / 3)
+    assert output.metrics["loss/log_z_mean"].item() == close((1.5 - 2.0 + 0.25) / 3)
+    assert output.metrics["loss/residual_rms"].item() == close(0.0)
 
     batch.policy_logprobs.data[0] += 0.5
     assert run(case, batch, beta).loss.item() > 1e-4

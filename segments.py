@@ -1,0 +1,129 @@
+"""The arrays that hold the store's tokens: many responses one after another in each segment.
+
+A segment is filled to its end, then another is opened; nothing in it moves. It is freed whole, when
+nothing in it is live, be it because its owner wrote what was left of it elsewhere.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+ARENAS = {"tokens": np.int32, "behavior": np.float32, "reference": np.float32}
+
+# A response longer than this part of a segment gets one of its own if it doesn't fit, so that no
+# more than this part of a segment is lost at its end.
+_LONG = 16
+
+
+@dataclass(slots=True)
+class Segment:
+    """Arrays of one length, with the same response at the same place in each."""
+
+    arenas: dict[str, np.ndarray]  # [T] each; "old" only once some old log-probs in it differ
+    used: int = 0  # tokens written
+    live: int = 0  # of which belong to live responses
+
+    @property
+    def size(self) -> int:
+        return self.arenas["tokens"].shape[0]
+
+    def reserve_old(self) -> np.ndarray:
+        """The array of old log-probs, made if there is none."""
+        if "old" not in self.arenas:
+            self.arenas["old"] = np.empty(self.size, np.float32)
+        return self.arenas["old"]
+
+
+class Segments:
+    """All segments of a store by number, of which one is open: being filled."""
+
+    def __init__(self, segment_tokens: int) -> None:
+        """Make none yet; ``segment_tokens`` is the size of all but those of a long response."""
+        self.segment_tokens = segment_tokens
+        self.allocated_tokens = 0  # room in all segments
+        self._segments: dict[int, Segment] = {}
+        self._open: int | None = None
+        self._next = 0
+        self._spare: Segment | None = None  # a freed one, kept to be filled again
+
+    def __getitem__(self, number: int) -> Segment:
+        return self._segments[number]
+
+    def all(self) -> list[Segment]:
+        """Every segment that takes memory."""
+        return [*self._segments.values(), *([self._spare] if self._spare else [])]
+
+    def place(self, lengths: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
+        """Give responses places, in order, opening segments as needed.
+
+        Args:
+            lengths: int64 [n], tokens of each.
+
+        Yields:
+            first, last, number, start: ``first:last`` of the responses lie one after another from
+            ``start`` in a segment; the caller writes them before it takes the next.
+        """
+        ends = np.cumsum(lengths)
+        first = placed = 0  # responses and tokens
+        while first < lengths.shape[0]:
+            last = int(np.searchsorted(ends, placed + self._room(), "right"))
+            number = self._open
+            if last == first or number is None:
+                length = int(lengths[first])
+                if length <= self.segment_tokens // _LONG:
+                    closed, self._open = self._open, self._new(self.segment_tokens)
+                    if closed is not None and self._segments[closed].live == 0:
+                        self.free(closed)
+                    continue
+                last, number = first + 1, self._new(length)
+            segment = self._segments[number]
+            start, size = segment.used, int(ends[last - 1]) - placed
+            segment.used += size
+            segment.live += size
+            yield first, last, number, start
+            first, placed = last, placed + size
+
+    def release(self, number: int, tokens: int) -> None:
+        """Tell that a response of so many tokens is dead."""
+        segment = self._segments[number]
+        segment.live -= tokens
+        if segment.live == 0 and number != self._open:
+            self.free(number)
+
+    def free(self, number: int) -> None:
+        """Give up a segment that is not open, whatever is in it."""
+        segment = self._segments.pop(number)
+        self.allocated_tokens -= segment.size
+        if segment.size == self.segment_tokens:
+            segment.arenas.pop("old", None)
+            segment.used = segment.live = 0
+            self._spare = segment
+
+    def garbage(self, live_tokens: int) -> int:
+        """Tokens of room that are neither live nor still to be filled."""
+        return self.allocated_tokens - self._room() - live_tokens
+
+    def emptiest(self) -> int:
+        """Number of the segment of which the least part is live, the open one aside."""
+        return min(
+            (number for number in self._segments if number != self._open),
+            key=lambda number: self._segments[number].live / self._segments[number].size,
+        )
+
+    def _room(self) -> int:
+        if self._open is None:
+            return 0
+        segment = self._segments[self._open]
+        return segment.size - segment.used
+
+    def _new(self, size: int) -> int:
+        number, self._next = self._next, self._next + 1
+        segment = None
+        if size == self.segment_tokens:
+            segment, self._spare = self._spare, None
+        if segment is None:
+            segment = Segment({name: np.empty(size, dtype) for name, dtype in ARENAS.items()})
+        self._segments[number] = segment
+        self.allocated_tokens += size
+        return number

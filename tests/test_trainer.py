@@ -1,0 +1,165 @@
+"""The trainer's own pieces, on a real buffer and a real policy: the reference that it owns, m."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+import trainer
+from buffer import Buffer, uniform
+from model import load_policy, response_logprobs
+from schedules import linear_at
+from tiny import perturb
+from trainer import TrainerConfig, TrainerParts, complete_reference, draw, reset_reference
+from trajectory import Trajectory
+
+TEMPERATURE = 0.7
+
+
+def make_parts(path: str, *, recency=lambda step: 0.0, **buffer_options) -> TrainerParts:
+    """A trainer without searchers; what the tests don't reach is None."""
+    policy, reference = (
+        load_policy(path, device=torch.device("cpu"), dtype=torch.float32) for _ in range(2)
+    )
+    options = dict(max_tokens=10_000, deduplicate=True, recency_prob=0.5, rule=uniform, seed=0)
+    return TrainerParts(
+        ranks=None,
+        control=SimpleNamespace(progress=lambda *_: None),
+        channel=SimpleNamespace(receive=lambda timeout_s: pytest.fail("waited for data")),
+        policy=policy,
+        optimizer=None,
+        objective=None,
+        buffer=Buffer(**(options | buffer_options)),
+        recency=recency,
+        tokenizer=None,
+        prompts=[],
+        temperature=TEMPERATURE,
+        probe_tokens=[],
+        group=None,
+        publisher=None,
+        metrics=None,
+        run_dir=Path(),
+        started=0.0,
+        reference=reference,
+    )
+
+
+def trajectories(version: int = 0, reference_version: int = 0, seed: int = 0) -> list[Trajectory]:
+    """Three responses to each of two prompts, with reference log-probs that no model gives."""
+    rng = np.random.default_rng(seed)
+    prompts = tiny.random_tokens(np.random.default_rng(1), [3, 5])
+    made = []
+    for prompt_id, prompt in enumerate(prompts):
+        for tokens in tiny.random_tokens(rng, [2, 4, 6]):
+            sampled = np.zeros(len(tokens), np.float32)
+            made.append(
+                Trajectory(
+                    prompt_id=prompt_id,
+                    prompt_tokens=prompt,
+                    response_tokens=tokens,
+                    behavior_logprobs=sampled,
+                    old_logprobs=sampled,
+                    reference_logprobs=np.full(len(tokens), 7.0, np.float32),
+                    reference_version=reference_version,
+                    reward=float(rng.random()),
+                    reward_parts={},
+                    version_start=version,
+                    version_end=version,
+                    truncated=False,
+                )
+            )
+    return made
+
+
+def expected(model: torch.nn.Module, t: Trajectory) -> np.ndarray:
+    with torch.no_grad():
+        values = response_logprobs(
+            model, [t.prompt_tokens], [t.response_tokens], temperature=TEMPERATURE
+        )
+    return values.numpy()
+
+
+def test_log_probs_of_the_present_reference_are_left_alone(tiny_llama):
+    parts = make_parts(tiny_llama)
+    parts.buffer.add(trajectories())
+    groups = parts.buffer.draw(2, 3)
+    parts.reference = None  # would be needed to compute anything
+    complete_reference(TrainerConfig(), parts, groups)
+    assert all((t.reference_logprobs == 7.0).all() for g in groups for t in g.trajectories)
+
+
+def test_missing_reference_log_probs_are_computed_once(tiny_llama, monkeypatch):
+    parts = make_parts(tiny_llama)
+    parts.buffer.add(trajectories(reference_version=-1))
+    complete_reference(TrainerConfig(), parts, parts.buffer.draw(2, 3))
+    monkeypatch.setattr(
+        trainer, "unique_response_logprobs", lambda *_, **__: pytest.fail("computed again")
+    )
+    groups = parts.buffer.draw(2, 3)
+    complete_reference(TrainerConfig(), parts, groups)
+    for group in groups:
+        for t in group.trajectories:
+            assert t.reference_version == 0
+            np.testing.assert_allclose(
+                t.reference_logprobs, expected(parts.reference, t), atol=1e-5
+            )
+
+
+def test_a_reset_makes_the_policy_the_reference_and_old_log_probs_invalid(tiny_llama):
+    parts = make_parts(tiny_llama)
+    parts.buffer.add(trajectories(reference_version=-1))
+    complete_reference(TrainerConfig(), parts, parts.buffer.draw(2, 3))
+    before = expected(parts.policy, trajectories()[0])
+    perturb(parts.policy, 0.1)
+    reset_reference(parts, version=40)
+    parts.buffer.add(trajectories(version=40, reference_version=-1, seed=5))
+    groups = parts.buffer.draw(2, 6)
+    complete_reference(TrainerConfig(), parts, groups)
+    assert abs(expected(parts.policy, trajectories()[0]) - before).max() > 0.01  # it did move
+    for group in groups:
+        assert {t.version_start for t in group.trajectories} == {0, 40}
+        for t in group.trajectories:
+            assert t.reference_version == 40
+            np.testing.assert_allclose(t.reference_logprobs, expected(parts.policy, t), atol=1e-5)
+    perturb(parts.policy, 0.1)  # training goes on: the reference must not move along
+    again = parts.buffer.draw(2, 6)
+    complete_reference(TrainerConfig(), parts, again)
+    for t in (t for group in again for t in group.trajectories):
+        np.testing.assert_allclose(t.reference_logprobs, expected(parts.reference, t), atol=1e-5)
+        assert abs(t.reference_logprobs - expected(parts.policy, t)).max() > 1e-3
+
+
+def test_m_follows_its_schedule(tiny_llama):
+    def recency(step: int) -> float:
+        return linear_at(step, initial=0.0, final=1.0, target_step=10)
+
+    parts = make_parts(tiny_llama, recency=recency, deduplicate=False)
+    cfg = TrainerConfig(responses_per_prompt=2)
+    parts.buffer.add(trajectories(version=0))
+    parts.buffer.new_window()
+    parts.buffer.add(trajectories(version=9, seed=3))
+    recent = {}
+    for step in (0, 10):
+        drawn = [
+            t.version_start
+            for _ in range(200)
+            for group in draw(cfg, parts, 1, step)
+            for t in group.trajectories
+        ]
+        recent[step] = np.mean(np.array(drawn) == 9)
+    assert 0.35 < recent[0] < 0.65  # uniform over the whole store, half of which is new
+    assert recent[10] == 1.0
+
+
+def test_what_is_too_stale_is_forgotten_before_the_draw(tiny_llama):
+    parts = make_parts(tiny_llama, max_staleness=5)
+    parts.buffer.add(trajectories(version=0))
+    parts.buffer.add(trajectories(version=4, seed=3))
+    groups = draw(TrainerConfig(responses_per_prompt=6), parts, 2, 6)
+    assert {t.version_start for group in groups for t in group.trajectories} == {4}
+    assert parts.buffer.num_expired == 6
