@@ -48,7 +48,9 @@ class Group:
     """Responses of one prompt, drawn together; made by ``Buffer.draw``."""
 
     prompt_id: int
-    trajectories: list[Trajectory]  # copies; only the prompt's tokens are shared, and read-only
+    # Nothing changes what is in them; but their arrays are read-only views of a part of the store,
+    # which they keep in memory, so that a copy should be made of what is to live long.
+    trajectories: list[Trajectory]
     uses: list[int]  # how often each had been drawn before this draw
     items: list[int]  # arrival number of each, by which ``Buffer.set_reference`` knows it
 
@@ -386,7 +388,7 @@ class Buffer:
         for prompt_id, recent in slots:
             rows = np.array(self._prompts[prompt_id].rows)
             rows.sort()
-            choices.append(rows[np.searchsorted(rows, window_row) :] if recent else rows)
+            choices.append(rows[rows.searchsorted(window_row) :] if recent else rows)
         # One look at the columns for all slots: it costs more per call than per row.
         entries = self._entries(np.concatenate(choices))
         chosen = []
@@ -448,7 +450,8 @@ class Buffer:
             raise ValueError(
                 f"buffer.rule must return {k} integer indices, got {chosen.dtype} {chosen.shape}"
             )
-        if len(set(chosen.tolist())) != k or chosen.min() < 0 or chosen.max() >= len(entries):
+        indices = chosen.tolist()
+        if len(set(indices)) != k or min(indices) < 0 or max(indices) >= len(entries):
             raise ValueError(
                 f"buffer.rule must return distinct indices in 0..{len(entries) - 1}, got {chosen}"
             )

@@ -1,11 +1,12 @@
 """The arrays that hold the store's tokens: many responses one after another in each segment.
 
-A segment is filled to its end, then another is opened; nothing in it moves. It is freed whole, when
-nothing in it is live, be it because its owner wrote what was left of it elsewhere.
+A segment is filled to its end, then another is opened; nothing in it ever moves, and no place in it
+is used twice. It is freed whole, when nothing in it is live, be it because its owner wrote what was
+left elsewhere. Views of it thus stay what they are, and keep its memory as long as they live.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,8 +22,12 @@ class Segment:
     """Arrays of one length, with the same response at the same place in each."""
 
     arenas: dict[str, np.ndarray]  # [T] each; "old" only once some old log-probs in it differ
+    views: dict[str, np.ndarray] = field(init=False)  # the same, read-only
     used: int = 0  # tokens written
     live: int = 0  # of which belong to live responses
+
+    def __post_init__(self) -> None:
+        self.views = {name: _read_only(arena) for name, arena in self.arenas.items()}
 
     @property
     def size(self) -> int:
@@ -32,6 +37,7 @@ class Segment:
         """The array of old log-probs, made if there is none."""
         if "old" not in self.arenas:
             self.arenas["old"] = np.empty(self.size, np.float32)
+            self.views["old"] = _read_only(self.arenas["old"])
         return self.arenas["old"]
 
 
@@ -45,14 +51,13 @@ class Segments:
         self._segments: dict[int, Segment] = {}
         self._open: int | None = None
         self._next = 0
-        self._spare: Segment | None = None  # a freed one, kept to be filled again
 
     def __getitem__(self, number: int) -> Segment:
         return self._segments[number]
 
     def all(self) -> list[Segment]:
-        """Every segment that takes memory."""
-        return [*self._segments.values(), *([self._spare] if self._spare else [])]
+        """Every segment."""
+        return list(self._segments.values())
 
     def place(self, lengths: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
         """Give responses places, in order, opening segments as needed.
@@ -93,12 +98,7 @@ class Segments:
 
     def free(self, number: int) -> None:
         """Give up a segment that is not open, whatever is in it."""
-        segment = self._segments.pop(number)
-        self.allocated_tokens -= segment.size
-        if segment.size == self.segment_tokens:
-            segment.arenas.pop("old", None)
-            segment.used = segment.live = 0
-            self._spare = segment
+        self.allocated_tokens -= self._segments.pop(number).size
 
     def garbage(self, live_tokens: int) -> int:
         """Tokens of room that are neither live nor still to be filled."""
@@ -119,11 +119,13 @@ class Segments:
 
     def _new(self, size: int) -> int:
         number, self._next = self._next, self._next + 1
-        segment = None
-        if size == self.segment_tokens:
-            segment, self._spare = self._spare, None
-        if segment is None:
-            segment = Segment({name: np.empty(size, dtype) for name, dtype in ARENAS.items()})
-        self._segments[number] = segment
+        arenas = {name: np.empty(size, dtype) for name, dtype in ARENAS.items()}
+        self._segments[number] = Segment(arenas)
         self.allocated_tokens += size
         return number
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view

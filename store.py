@@ -66,7 +66,7 @@ class Store:
 
     Rows are in order of arrival. Methods that take rows accept those not yet flushed only where
     they say so. Memory: 12 bytes a token (16 where old log-probs differ), at most 9/8 of that with
-    garbage and two segments more; and about 90 bytes a row.
+    garbage and two segments more, and about 90 bytes a row.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -264,7 +264,7 @@ class Store:
         return t.version_start, t.reward
 
     def read(self, rows: np.ndarray, prompts: Sequence[np.ndarray]) -> list[Trajectory]:
-        """Trajectories with copies of the stored arrays.
+        """Trajectories whose arrays are read-only views, but the reference's log-probs a copy.
 
         Args:
             rows: int64 [n], live and flushed.
@@ -281,16 +281,17 @@ class Store:
             self._pieces(rows), prompts, parts, zip(*scalars, strict=True), strict=True
         ):
             segment, first, last = piece
-            arenas = segment.arenas
-            behavior = arenas["behavior"][first:last].copy()
+            views = segment.views
+            behavior = views["behavior"][first:last]
             trajectories.append(
                 Trajectory(
                     prompt_id=prompt_id,
                     prompt_tokens=prompt_tokens,
-                    response_tokens=arenas["tokens"][first:last].copy(),
+                    response_tokens=views["tokens"][first:last],
                     behavior_logprobs=behavior,
-                    old_logprobs=arenas["old"][first:last].copy() if old else behavior,
-                    reference_logprobs=arenas["reference"][first:last].copy(),
+                    old_logprobs=views["old"][first:last] if old else behavior,
+                    # The only array that is written again, by set_reference.
+                    reference_logprobs=segment.arenas["reference"][first:last].copy(),
                     reference_version=reference,
                     reward=reward,
                     # NaN, which alone differs from itself, stands for a part that isn't there.

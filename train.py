@@ -439,7 +439,7 @@ def load_data(setup: Setup, parts: TrainerParts) -> None:
         prompts_per_draw = config.prompts_per_step(cfg) // ranks.num_trainers
         if not parts.buffer.ready(prompts_per_draw):
             raise ValueError(
-                f"data={cfg.data}: {ranks.name()} has fewer prompts with two responses or more than "
+                f"data={cfg.data}: {ranks.name()} has fewer prompts with two responses than "
                 f"the {prompts_per_draw} of a draw: lower trainer.batch_size, or give more data"
             )
         check_objective(cfg, parts, mine)

@@ -363,9 +363,7 @@ def reset_reference(parts: TrainerParts, *, version: int) -> None:
     """
     assert parts.reference is not None
     with torch.no_grad():
-        for mine, new in zip(
-            parts.reference.parameters(), parts.policy.parameters(), strict=True
-        ):
+        for mine, new in zip(parts.reference.parameters(), parts.policy.parameters(), strict=True):
             mine.copy_(new)
     parts.reference_version = version
 

@@ -140,7 +140,9 @@ def check(trajectory: Trajectory) -> None:
                 f"{where}: {name} has {getattr(t, name).shape[0]} items for {length} tokens"
             )
     if t.reference_version < -1:
-        raise ValueError(f"{where}: reference_version must be -1 or more, got {t.reference_version}")
+        raise ValueError(
+            f"{where}: reference_version must be -1 or more, got {t.reference_version}"
+        )
     if t.version_start > t.version_end:
         raise ValueError(
             f"{where}: version_start {t.version_start} is after version_end {t.version_end}"

@@ -9,7 +9,7 @@ arrival evicts another. Then three designs do the same work in turns, several ro
 median counts: insert messages, and draw 7 prompts x 20 responses, half of the slots from the
 recency window and half by softmax of reward.
 
-    ours       ``buffer.Buffer``; a draw copies what it gives
+    ours       ``buffer.Buffer``; a draw gives views, and copies of the reference's log-probs
     objects    one list of dicts, searched for the prompt's items at each insertion and draw
     by_prompt  a dict of lists of dicts by prompt, as in the code of arXiv 2503.18929; a draw gives
                references, without a copy
@@ -332,6 +332,9 @@ def main(num_trajectories: int) -> dict[str, Any]:
     tokens = len(one_list.items) * TOKENS
     result["bytes_per_token_objects"] = round((resident_bytes() - before) / tokens, 2)
     say(f"{len(one_list.items)} dicts made: {result['bytes_per_token_objects']} B/token resident")
+
+    gc.collect()
+    gc.freeze()  # else each design pays for the collector's walks through the others' objects
 
     times: dict[str, list[float]] = {}
 

@@ -313,7 +313,6 @@ def test_step_stats_are_of_all_trainers(shares: list[list[int]]) -> None:
         assert got.num_differing_tokens == want.num_differing_tokens
 
 
-
 def rank_step(rank: int, world_size: int, path: str, name: str) -> tuple[np.ndarray, dict]:
     import torch.distributed as dist
 

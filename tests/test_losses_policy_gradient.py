@@ -241,6 +241,24 @@ def test_clip_fraction_is_the_mean_over_groups():
     assert output.metrics["policy/clip_fraction"].item() == close((1 / 3 + 1) / 2)
 
 
+def test_log_ratios_are_clamped_before_they_are_exponentiated():
+    far = Response([-1.0], [-1.0], 0.0, behavior=[-31.0])  # its ratio would be e^30
+    batch = make_batch([[far, Response([-1.0], [-1.0], 1.0)]])
+    output = ppo(batch, beta=0.1, kl="none")
+    assert output.loss.item() == close((math.exp(20.0) - 1) / 4)
+    rare = Response([-31.0], [-31.0], 0.0, behavior=[-1.0])
+    batch = make_batch([[rare, Response([-1.0], [-1.0], 1.0)]])
+    weighted = gradient(reinforce(batch, beta=0.1, kl="none", importance="token"), batch)
+    assert weighted == pytest.approx([0.25 * math.exp(-20.0), -0.25], rel=1e-4)
+
+    # k3 grows no further, but still pulls the policy up to its reference.
+    low = Response([-31.0], [-1.0], 0.0)
+    batch = make_batch([[low, Response([-1.0], [-1.0], 0.0)]])
+    output = reinforce(batch, beta=1.0, kl="penalty", kl_estimator="k3")
+    assert output.loss.item() == close((math.exp(20.0) - 31) / 2)
+    assert gradient(output, batch) == close([(1 - math.exp(20.0)) / 2, 0.0])
+
+
 def test_advantages_of_grpo_by_hand():
     # Rewards 1, 0, 0, 0: mean 1/4, standard deviation of the population sqrt(3) / 4.
     lengths = (1, 2, 3, 1)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from tiny import perturb
 
 import trainer
 from buffer import Buffer, uniform
 from model import load_policy, response_logprobs
 from schedules import linear_at
-from tiny import perturb
 from trainer import TrainerConfig, TrainerParts, complete_reference, draw, reset_reference
 from trajectory import Trajectory
 
