@@ -372,8 +372,9 @@ def kimi(
     pi(y_j)`. Beside `tb_vargrad` the baseline lacks the mean log-ratio `beta mean k`.
 
     Valid on: responses drawn from nearly the current policy, and a reference near it (the paper
-    replaces it by the policy of every iteration). zeta is `beta log Z` only for responses drawn
-    from the reference: on any others the fixed point is not pi*.
+    replaces it by the policy of every iteration). With log_mean_exp zeta is `beta log Z` for
+    responses drawn from the reference; on those of the policy itself any constant will do, as
+    `grad log pi` averages to zero under pi; on any others the fixed point is not pi*.
 
     Args:
         batch: whole groups of at least 2 responses.
