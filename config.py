@@ -422,8 +422,9 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         return f"{cause.full_key}: {reason[:1].lower()}{reason[1:]}"
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} is not of the form key=value"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return explain_unknown_key(cfg, overrides) or " ".join(lines[:4])
+    known, _, _ = str(error).partition("Config search path")  # all there is to choose from
+    lines = [line.strip() for line in known.splitlines() if line.strip()]
+    return explain_unknown_key(cfg, overrides) or " ".join(lines)
 
 
 def explain_unknown_key(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
