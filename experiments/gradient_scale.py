@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
 import sys
 from itertools import product
 from pathlib import Path
@@ -93,6 +94,7 @@ def main() -> int:
         )
         folder = args.runs / name
         if not (folder / "summary.json").is_file():  # an earlier call may have done it
+            shutil.rmtree(folder, ignore_errors=True)  # of a call that was interrupted
             logs = [args.runs / f"{name}.rank{rank}.log" for rank in range(NUM_RANKS)]
             where = [f"run.root={json.dumps(str(args.runs.resolve()))}", f"run.name={name}"]
             chosen = [*overrides(beta, clip, normalize, seed, args.steps), *where]
