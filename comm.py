@@ -140,6 +140,30 @@ def broadcast_text(text: str, *, src: int = 0) -> str:
     return payload.numpy().tobytes().decode()
 
 
+def gather_texts(
+    text: str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> list[str]:
+    """What every rank says, by rank, on rank 0; an empty list on the others (no pickle).
+
+    Args:
+        group: ranks from 0 on, every one of which must call it; None: all.
+        device: where the group's backend takes tensors.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    data = torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy()).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group)
+    if rank != 0:
+        dist.send(data, 0, group=group)
+        return []
+    texts = [text]
+    for source in range(1, world_size):
+        payload = torch.zeros(int(sizes[source]), dtype=torch.uint8, device=device)
+        dist.recv(payload, source, group=group)
+        texts.append(payload.cpu().numpy().tobytes().decode())
+    return texts
+
+
 # --------------------------------------------------------------------------- control plane
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +22,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from comm import Channel, Control, Kind, Ranks
 from engine import Completion, HFEngine, Sampling, VLLMEngine
-from evaluate import greedy_scores, response_texts
+from evaluate import completion_facts, held_out_sums, response_texts
 from metrics import IdleClock
 from model import distinct, unique_response_logprobs
+from rewards import Scorer
 from tasks.task import Problem, Task
 from trajectory import Trajectory, pack
 from weights import WeightUpdate
@@ -74,12 +76,14 @@ class SearcherParts:
     autocast: torch.dtype | None  # of the reference's forward pass
     tokenizer: PreTrainedTokenizerBase
     task: Task
+    scorer: Scorer  # of the task's rewards
     problems: Sequence[Problem]  # training problems, all of them
     prompt_tokens: Sequence[np.ndarray]  # int32 [P], of each training problem
     held_out: Sequence[Problem]  # this searcher's share
     held_out_tokens: Sequence[np.ndarray]
     probe_tokens: Sequence[np.ndarray]  # sequences on which trainer and engine compare log-probs
     max_logprob_gap: float  # nats a token
+    eval_measures: bool  # whether evaluation computes what the task measures besides the reward
     max_response_tokens: int
     seed: int
     clock: IdleClock = field(default_factory=IdleClock)
@@ -104,8 +108,8 @@ def search(
         sampling = explored(cfg, rng, max_tokens=parts.max_response_tokens)
         parts.control.progress("generating")
         groups = parts.engine.generate([parts.prompt_tokens[i] for i in ids], sampling)
-        trajectories = score(cfg, parts, ids, groups, sampling, version=update.version)
-        ship(parts, trajectories, version=update.version)
+        trajectories, outcomes = score(cfg, parts, ids, groups, sampling, version=update.version)
+        ship(parts, trajectories, outcomes, version=update.version)
         update = take_weights(parts, wait_for=update.version + 1 if lockstep else None) or update
     parts.channel.close()
 
@@ -189,27 +193,24 @@ def probe(parts: SearcherParts, update: WeightUpdate) -> float:
 
 
 def evaluate(parts: SearcherParts, update: WeightUpdate) -> None:
-    """Greedy rewards on this searcher's share of the held-out problems, sent to trainer 0."""
+    """Sums over this searcher's share of the held-out problems, sent to trainer 0."""
     start = time.monotonic()
-    parts.control.progress("evaluating held-out problems")
-    rewards = greedy_scores(
+    limit = parts.control.startup_timeout_s if update.version == 0 else None
+    parts.control.progress("evaluating held-out problems", limit)
+    sums = held_out_sums(
         parts.engine,
         parts.task,
         parts.tokenizer,
         parts.held_out,
         parts.held_out_tokens,
         max_response_tokens=parts.max_response_tokens,
+        scorer=parts.scorer,
+        measures=parts.eval_measures,
+        on_progress=parts.control.alive,
     )
-    parts.channel.send(
-        0,
-        Kind.EVALUATION,
-        {
-            "version": update.version,
-            "total_reward": float(sum(rewards)),
-            "count": len(rewards),
-            "seconds": time.monotonic() - start,
-        },
-    )
+    seconds = time.monotonic() - start
+    values = {"version": update.version, "sums": sums, "seconds": seconds}
+    parts.channel.send(0, Kind.EVALUATION, values)
 
 
 def score(
@@ -220,24 +221,38 @@ def score(
     sampling: Sampling,
     *,
     version: int,
-) -> list[Trajectory]:
+) -> tuple[list[Trajectory], Counter[str]]:
     """Rewards, log-probs at the training temperature and reference log-probs of every completion.
 
-    The engine must still hold the weights that sampled them.
+    The engine must still hold the weights that sampled them. Workers score while the device
+    computes log-probs.
 
     Args:
         sampling: what the completions were sampled with.
         version: of the weights that sampled them.
+
+    Returns:
+        The trajectories, and how many were scored how (`Scored.status`).
     """
-    parts.control.progress("scoring")
+    # Models that score are opened at the first use.
+    limit = parts.control.startup_timeout_s if version == 0 else None
+    parts.control.progress("scoring", limit)
     flat = [(i, completion) for i, group in zip(ids, groups, strict=True) for completion in group]
     prompts = [parts.prompt_tokens[i] for i, _ in flat]
     completions = [completion for _, completion in flat]
-    old = old_logprobs(cfg, parts.engine, prompts, completions, sampling)
+    problems = [parts.problems[i] for i, _ in flat]
     texts = response_texts(parts.tokenizer, completions)
-    rewards = parts.task.score([parts.problems[i] for i, _ in flat], texts)
+    facts = completion_facts(completions)
+    early = "reference_logprob" not in parts.scorer.facts
+    if early:
+        scores = parts.scorer.submit(problems, texts, **facts)
+    old = old_logprobs(cfg, parts.engine, prompts, completions, sampling)
     reference = reference_logprobs(cfg, parts, prompts, completions)
-    return [
+    if not early:
+        facts["reference_logprob"] = [float(values.sum()) for values in reference]
+        scores = parts.scorer.submit(problems, texts, **facts)
+    scored = parts.scorer.collect(scores, on_progress=parts.control.alive)
+    trajectories = [
         Trajectory(
             prompt_id=i,
             prompt_tokens=prompt,
@@ -246,16 +261,17 @@ def score(
             old_logprobs=old_values,
             reference_logprobs=reference_values,
             reference_version=-1 if parts.reference is None else 0,
-            reward=float(sum(named.values())),
-            reward_parts=named,
+            reward=result.reward,
+            reward_parts=result.parts,
             version_start=version,
             version_end=version,
             truncated=completion.truncated,
         )
-        for (i, completion), prompt, named, old_values, reference_values in zip(
-            flat, prompts, rewards, old, reference, strict=True
+        for (i, completion), prompt, result, old_values, reference_values in zip(
+            flat, prompts, scored, old, reference, strict=True
         )
     ]
+    return trajectories, Counter(result.status for result in scored)
 
 
 def old_logprobs(
@@ -300,13 +316,20 @@ def reference_logprobs(
     )
 
 
-def ship(parts: SearcherParts, trajectories: Sequence[Trajectory], *, version: int) -> None:
+def ship(
+    parts: SearcherParts,
+    trajectories: Sequence[Trajectory],
+    outcomes: Counter[str],
+    *,
+    version: int,
+) -> None:
     """Sends each trajectory to the trainer of its prompt, then this searcher's counters to all."""
     num_trainers = parts.ranks.num_trainers
     report = {
         "round": version,
         "generated": len(trajectories),
         "generated_tokens": sum(len(t.response_tokens) for t in trajectories),
+        "outcomes": dict(outcomes),
         "idle_fraction": parts.clock.fraction(),
         "idle_s": parts.clock.seconds(),
     }

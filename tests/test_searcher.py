@@ -16,6 +16,7 @@ import searcher
 from comm import Kind, Ranks
 from engine import Completion, EngineConfig, EngineOptions, HFEngine, Sampling
 from model import load_policy, load_tokenizer, response_logprobs
+from rewards import LocalScorer, RewardConfig, RewardWorkers, Scored
 from searcher import ExploreConfig, SearcherConfig, SearcherParts, explored, score, search
 from trajectory import Trajectory, check, unpack
 from weights import WeightUpdate
@@ -103,9 +104,12 @@ def test_a_seed_decides_the_draws_and_settings_do_not_move_each_other() -> None:
 
 
 class Control:
-    timeout_s = 5.0
+    timeout_s = startup_timeout_s = 5.0
 
-    def progress(self, what: str) -> None:
+    def progress(self, what: str, limit_s: float | None = None) -> None:
+        pass
+
+    def alive(self) -> None:
         pass
 
 
@@ -167,6 +171,7 @@ def make_parts(path: str, engine: Any, **changes: Any) -> SearcherParts:
         "autocast": None,
         "tokenizer": tokenizer,
         "task": task,
+        "scorer": LocalScorer(task, penalty=0.0),
         "problems": problems,
         "prompt_tokens": [
             np.array(tokenizer(p.prompt)["input_ids"], dtype=np.int32) for p in problems
@@ -175,6 +180,7 @@ def make_parts(path: str, engine: Any, **changes: Any) -> SearcherParts:
         "held_out_tokens": [],
         "probe_tokens": [],
         "max_logprob_gap": 1.0,
+        "eval_measures": True,
         "max_response_tokens": 8,
         "seed": 3,
         **changes,
@@ -234,6 +240,59 @@ def test_shipped_trajectories_carry_the_scores(tiny_llama: str) -> None:
         assert t.reference_version == -1 and np.isnan(t.reference_logprobs).all()
 
 
+# --------------------------------------------------------------------------- rewards
+
+
+def test_a_reward_that_fails_costs_its_response_and_is_counted(tiny_llama: str) -> None:
+    """Real workers: responses of token 3 leave their process, those of token 4 are right."""
+    engine = RecordingEngine(last=2)
+    node = {"_target_": "reward_tasks.LeavesAtZero"}
+    scorer = RewardWorkers(node, RewardConfig(num_workers=1, penalty=-2.0))
+    parts = make_parts(tiny_llama, engine, reference=None, scorer=scorer)
+    search(SearcherConfig(responses_per_prompt=4), parts, prompts_per_call=2, lockstep=False)
+    scorer.close()
+    messages = [unpack(m) for _, kind, m in parts.channel.sent if kind is Kind.TRAJECTORIES]
+    assert len(messages) == 2
+    for trajectories in messages:
+        for t in trajectories:
+            fails = t.response_tokens[0] == 3
+            assert t.reward_parts == ({"penalty": -2.0} if fails else {"value": 1.0})
+            assert t.reward == (-2.0 if fails else 1.0)
+    reports = [m for _, kind, m in parts.channel.sent if kind is Kind.REPORT]
+    assert [r["outcomes"] for r in reports if "outcomes" in r] == [{"ok": 4, "crash": 4}] * 2
+
+
+class Recorder:
+    """A scorer that keeps what it is given."""
+
+    def __init__(self, engine: RecordingEngine, *facts: str) -> None:
+        self.facts, self.engine = facts, engine
+        self.given: list[Any] = []
+
+    def submit(self, problems: Any, responses: list[str], **facts: Any) -> Any:
+        self.given.append((list(responses), facts, len(self.engine.calls)))
+        return [Scored(parts={"value": 1.0}) for _ in responses]
+
+    def collect(self, scores: Any, *, on_progress: Any) -> Any:
+        return scores
+
+
+def test_workers_score_while_logprobs_are_computed_unless_they_need_them(tiny_llama: str) -> None:
+    sampling = Sampling(n=2, temperature=0.9, max_tokens=8)  # the engine computes log-probs too
+    for facts in ((), ("reference_logprob",)):
+        engine = RecordingEngine()
+        scorer = Recorder(engine, *facts)
+        parts = make_parts(tiny_llama, engine, scorer=scorer)
+        groups = engine.generate([parts.prompt_tokens[0]], sampling)
+        (first, second), _ = score(SearcherConfig(), parts, [0], groups, sampling, version=0)
+        ((texts, given, calls),) = scorer.given
+        assert texts == ["0", "1"] and given["num_tokens"] == [2, 2]
+        assert given["truncated"] == [False, False]
+        assert calls == (2 if facts else 1)  # after the engine's log-probs, or before
+        want = [float(t.reference_logprobs.sum()) for t in (first, second)]
+        assert given.get("reference_logprob") == (want if facts else None)
+
+
 # --------------------------------------------------------------------------- log-probs
 
 
@@ -256,7 +315,8 @@ def generated(
     parts = make_parts(path, make_engine(path), **changes)
     ids = [2, 5, 7]
     groups = parts.engine.generate([parts.prompt_tokens[i] for i in ids], sampling)
-    trajectories = score(cfg, parts, ids, groups, sampling, version=4)
+    trajectories, outcomes = score(cfg, parts, ids, groups, sampling, version=4)
+    assert outcomes == {"ok": len(ids) * sampling.n}
     assert [t.prompt_id for t in trajectories] == [i for i in ids for _ in range(sampling.n)]
     for t in trajectories:
         check(t)
