@@ -10,14 +10,14 @@ Answers are read with regular expressions and `float` alone: no text is ever eva
 makes a grader raise.
 """
 
-import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tasks.task import Problem, Split
+from tasks.records import read_file, read_hub, text_field
+from tasks.task import Problem, Split, Unparsed
 
 PROMPTS = {
     "paper": "[MATH TASK] Problem:\n{question}\n\nSolution:\n",
@@ -25,50 +25,64 @@ PROMPTS = {
     "vineppo": "[MATH_TASK] Problem:\n{question}\n\nSolution:",
 }
 
-NO_ANSWER = -999999.222222  # what the reference code takes a text without a number to say
-
 _NUMBER = re.compile(r"[+-]?\d+\.\d*|[+-]?\.\d+|[+-]?\d+e[-+]?\d+|[+-]?\d+")
 
-# Possessive quantifiers (*+): plain ones would try every way to share out a long run of spaces.
+# Possessive quantifiers (*+): plain ones would try every way to share out a long run of spaces, and
+# would give up digits until what follows fits.
 _MARKED = re.compile(
-    r"####[ \t]*+"
-    r"(?P<sign>[-+]?)[ \t]*+\$?[ \t]*+(?P<inner_sign>[-+]?)"  # -5, -$5 and $-5 are all met
-    r"(?P<digits>[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
-    r"(?![0-9/^*]|[.,][0-9]|[eE][-+]?[0-9])"  # a fraction, power or exponent is no plain number
+    r"####[^\S\n]*+"
+    # -5, -$5, $-5 and \$5 are all met; − is a minus sign that models write
+    r"(?P<sign>[-+−]?)[^\S\n]*+(?:\\?[$€£¥₹])?+[^\S\n]*+(?P<inner_sign>[-+−]?)"
+    r"(?P<digits>[0-9][0-9,]*+(?:\.[0-9]*+)?+|\.[0-9]++)"
+    # No plain number goes on as a power, in other digit groups, or with an exponent ...
+    r"(?![/^*]|[.,'’_][0-9]|[eE][-+]?[0-9])"
+    # ... nor, with spaces or without, as a fraction, sum, range or time.
+    r"(?![^\S\n]*+[-+−–×·/÷^:]?+[^\S\n]*+[0-9])"
+)
+
+# A calculator annotation, and the number that repeats its result behind it.
+_ANNOTATION = re.compile(
+    r"<<[^<>\n]*=(?P<result>[^<>=\n]*)>>(?P<repeated>[^\S\n]*+[-+$]*+[.0-9])?+"
 )
 
 
-def last_number(text: str) -> float:
-    """The last number anywhere in a text, by the reference code's rule.
+def last_number(text: str) -> float | None:
+    """The last number anywhere in a text, by the reference code's rule; None without a number.
 
     Commas are dropped first, and a minus sign belongs to the number it touches, so '3-5' ends in
-    -5. Without a number the result is `NO_ANSWER`. Numbers are compared as floats: integers
-    beyond 2**53 may be taken for their neighbours and those beyond the range become inf. Gold
-    answers are far below both.
+    -5. What calculator annotations hold are numbers like others. Numbers are compared as floats:
+    integers beyond 2**53 may be taken for their neighbours and those beyond the range become inf.
+    Gold answers are far below both.
 
-    >>> last_number("so 1,234.50 in all."), last_number("3-5"), last_number("12.")
-    (1234.5, -5.0, 12.0)
+    >>> last_number("so 1,234.50 in all."), last_number("3-5"), last_number("12."), last_number("")
+    (1234.5, -5.0, 12.0, None)
     """
     numbers = _NUMBER.findall(text.replace(",", ""))
-    return float(numbers[-1]) if numbers else NO_ANSWER
+    return float(numbers[-1]) if numbers else None
 
 
 def marked_number(text: str) -> float | None:
-    """The number after the first '####' that one follows on the same line, or None.
+    r"""The number after the first '####' that one follows on the same line, or None.
 
-    A sign, dollar signs, spaces, thousands commas and a trailing dot are allowed and words may
-    follow ('#### $1,200 dollars' is 1200); a fraction, a power or scientific notation is not a
-    plain number and does not count. Digits are ASCII. Later '####' are ignored, so listing many
-    candidates earns nothing.
+    The rule of GSM8K's own grader, whose pattern is '#### (\-?[0-9\.\,]+)', with the number read
+    as a number: a sign, a currency symbol, spaces, thousands commas and a trailing dot or decimal
+    zeros are allowed, and words may follow ('#### $1,200.00 dollars' is 1200). A fraction, a power,
+    a range, a sum or scientific notation is not a plain number and does not count, where that
+    pattern would take the digits in front. Calculator annotations stand for their results. Digits
+    are ASCII. Later '####' are ignored, so listing many candidates earns nothing.
 
     >>> marked_number("#### 1,200."), marked_number("#### -$5"), marked_number("the answer is 5")
     (1200.0, -5.0, None)
+    >>> marked_number("#### 1/2"), marked_number("#### <<48/2=24>>24"), marked_number("#### 20%")
+    (None, 24.0, 20.0)
     """
+    text = _ANNOTATION.sub(lambda match: match["repeated"] or match["result"], text)
     match = _MARKED.search(text)
     if match is None or (match["sign"] and match["inner_sign"]):
         return None
     value = float(match["digits"].replace(",", ""))
-    return -value if "-" in (match["sign"], match["inner_sign"]) else value
+    negative = (match["sign"] or match["inner_sign"]) in ("-", "−")
+    return -value if negative else value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,89 +141,73 @@ class GSM8K:
         if split not in ("train", "test"):
             raise ValueError(f"split={split!r}: must be 'train' or 'test'")
         if self.data_dir is None:
-            rows: Iterable[tuple[str, object]] = _read_hub(split)
+            fix = "set task.data_dir to a folder with GSM8K's train.jsonl and test.jsonl"
+            rows = read_hub("openai/gsm8k", "main", split, fix=fix)
         else:
-            rows = _read_jsonl(Path(self.data_dir) / f"{split}.jsonl")
+            rows = read_file(Path(self.data_dir) / f"{split}.jsonl")
         problems: list[Problem] = []
         for where, row in rows:
-            question, answer = _question_and_answer(where, row)
+            question = text_field(where, row, "question")
+            solution = text_field(where, row, "answer")
+            if "####" not in solution:
+                raise ValueError(
+                    f"{where}: the field 'answer' must end in '#### ' and a number, "
+                    f"found ...{solution[-40:]!r}"
+                )
+            try:
+                answer = self.gold(solution)
+            except ValueError as error:
+                raise ValueError(f"{where}: the field 'answer': {error}") from error
             prompt = PROMPTS[self.prompt_format].replace("{question}", question)
             problems.append(Problem(prompt_id=len(problems), prompt=prompt, answer=answer))
         if not problems:
             raise ValueError(f"task.data_dir={self.data_dir}: the {split} split has no problems")
         return problems
 
+    def gold(self, answer: str) -> str:
+        """The bare final answer of a worked solution, or of what already is one.
+
+        Raises:
+            ValueError: there is no number in it: no response could be right.
+
+        >>> GSM8K().gold("He has <<2*500=1000>>1,000.\\n#### 1,000"), GSM8K().gold("1,000")
+        ('1,000', '1,000')
+        """
+        final = answer.rpartition("####")[2].strip()
+        if last_number(final) is None:
+            raise ValueError(
+                "a gold answer must be a number or end in '#### ' and one, found "
+                f"...{answer[-40:]!r}"
+            )
+        return final
+
+    def final_answer(self, response: str) -> str | None:
+        """The number that `answer_rule` reads in a response, in one spelling; None without one.
+
+        >>> GSM8K().final_answer("so it is $1,200.00"), GSM8K().final_answer("no idea")
+        ('1200.0', None)
+        """
+        number = self._read(response)
+        return None if number is None else repr(number + 0.0)  # -0.0 is 0.0
+
     def score(
         self, problems: Sequence[Problem], responses: Sequence[str]
     ) -> list[dict[str, float]]:
-        """Part 'correct': 1.0 where `answer_rule` finds the gold number, else 0.0."""
-        read = last_number if self.answer_rule == "last_number" else marked_number
-        # `Problem.answer` is the bare number, where both rules read the same.
-        return [
-            {"correct": float(read(response) == last_number(problem.answer))}
-            for problem, response in zip(problems, responses, strict=True)
-        ]
+        """Part 'correct': 1.0 where `answer_rule` finds the gold number, else 0.0.
 
+        A response in which it finds no number is `Unparsed`.
 
-def _read_jsonl(path: Path) -> Iterable[tuple[str, object]]:
-    """Yield ('file, line n', parsed line) for every line that isn't blank."""
-    # Read by '\n' alone: str.splitlines would also cut at characters that JSON allows in text.
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        number = 0
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"task.data_dir: {path}, line {number}", json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(
-                f"task.data_dir: {path}, line {number}: not valid JSON ({error}); expected one "
-                "object a line with the text fields 'question' and 'answer'"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"task.data_dir: {path}, near line {number + 1}: not UTF-8 text ({error}); "
-                "expected an uncompressed .jsonl file"
-            ) from error
+        Raises:
+            ValueError: a problem whose gold answer is no number.
+        """
+        scores: list[dict[str, float]] = []
+        for problem, response in zip(problems, responses, strict=True):
+            gold, number = last_number(self.gold(problem.answer)), self._read(response)
+            if number is None:
+                scores.append(Unparsed(correct=0.0))
+            else:
+                scores.append({"correct": float(number == gold)})
+        return scores
 
-
-def _read_hub(split: Split) -> Iterable[tuple[str, object]]:
-    """Yield ('openai/gsm8k, row n', row) from the Hugging Face hub or its local cache."""
-    fix = "set task.data_dir to a folder with GSM8K's train.jsonl and test.jsonl"
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ValueError(
-            "task.data_dir is unset and the package datasets is not installed: pip install "
-            f"datasets, or {fix}"
-        ) from error
-    try:
-        rows = load_dataset("openai/gsm8k", "main", split=split)
-    except Exception as error:  # the library raises many unrelated types when offline
-        raise ValueError(
-            f"task.data_dir is unset and openai/gsm8k could not be loaded from the Hugging Face "
-            f"hub ({error}): {fix}"
-        ) from error
-    for number, row in enumerate(rows):
-        yield f"openai/gsm8k, {split}, row {number}", row
-
-
-def _question_and_answer(where: str, row: object) -> tuple[str, str]:
-    """Check one row; return the question and the text of the final answer."""
-    if not isinstance(row, dict):
-        raise ValueError(
-            f"{where}: expected an object with the fields 'question' and 'answer', "
-            f"found {type(row).__name__}"
-        )
-    for name in ("question", "answer"):
-        if not isinstance(row.get(name), str):
-            raise ValueError(
-                f"{where}: the field {name!r} must be text; found the fields {sorted(row)}"
-            )
-    _, marker, answer = row["answer"].rpartition("####")
-    answer = answer.strip()
-    if not marker or last_number(answer) == NO_ANSWER:
-        raise ValueError(
-            f"{where}: the field 'answer' must end in '#### ' and a number, "
-            f"found ...{row['answer'][-40:]!r}"
-        )
-    return row["question"], answer
+    def _read(self, response: str) -> float | None:
+        return (last_number if self.answer_rule == "last_number" else marked_number)(response)
