@@ -6,6 +6,7 @@ composes them. The yaml files under conf/ hold choices. Unknown keys fail, with 
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import inspect
@@ -13,21 +14,24 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigTypeError, ValidationError
 
 from comm import ClusterConfig, Ranks
 from engine import EngineConfig, check_engine
+from evaluate import EvalConfig
 from model import DTYPES, ModelConfig
+from rewards import RewardConfig
 from schedules import beta_at, lr_at
 from searcher import SearcherConfig
-from trainer import EvalConfig, TrainerConfig, beta_schedule, lr_schedule
+from tasks.task import LongPrompts
+from trainer import TrainerConfig, beta_schedule, lr_schedule
 from weights import WeightsConfig
 
 
@@ -83,6 +87,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    rewards: RewardConfig = field(default_factory=RewardConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -152,7 +157,6 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "weights.bucket_mb",
         "weights.probe_every",
         "weights.max_logprob_gap",
-        "eval.num_problems",
         "searcher.top_p",
     )
     _not_negative(
@@ -163,7 +167,6 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "trainer.lr.decay_steps",
         "trainer.reference_reset_every",
         "buffer.initial_trajectories",
-        "eval.every",
         "run.rollouts_every",
         "run.log_every_s",
     )
@@ -184,12 +187,70 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
     for value in cfg.trainer.adam_betas:
         _within("trainer.adam_betas", value, 0.0, 1.0)
     _check_exploration(cfg)
+    _check_evaluation(cfg)
+    _check_rewards(cfg)
     _check_ranks(cfg, ranks)
     _check_data(cfg)
     _check_batches(cfg, ranks)
     check_engine(cfg.engine.name)
     _check_targets(cfg)
     _check_schedules(cfg)
+
+
+def validate_evaluation(cfg: DictConfig) -> None:
+    """Checks of `evaluate.py` that need no model and no data; of its own keys alone.
+
+    Raises:
+        ValueError: one line that names the key and the fix.
+    """
+    _check_keys(cfg)
+    _not_negative(cfg, "seed")
+    _check_evaluation(cfg)
+    _check_rewards(cfg)
+    _check_task(cfg)
+    if cfg.eval.responses is not None:
+        if cfg.eval.out is None:
+            raise ValueError("eval.responses needs eval.out=<file> for the graded responses")
+        if os.path.realpath(cfg.eval.responses) == os.path.realpath(cfg.eval.out):
+            raise ValueError(f"eval.out={cfg.eval.out} would overwrite eval.responses: rename it")
+        return
+    _one_of("engine.dtype", cfg.engine.dtype, ("auto", *DTYPES))
+    _one_of("cluster.device", cfg.cluster.device, ("auto", "cpu", "cuda"))
+    _positive(
+        cfg,
+        "searcher.temperature",
+        "cluster.timeout_s",
+        "cluster.heartbeat_timeout_s",
+        "cluster.startup_timeout_s",
+        "engine.max_num_seqs",
+        "engine.kv_cache_gb",
+        "engine.gpu_memory_utilization",
+    )
+    _within("engine.gpu_memory_utilization", cfg.engine.gpu_memory_utilization, 0.0, 1.0)
+    check_engine(cfg.engine.name)
+    _check_build(cfg)
+
+
+def _check_evaluation(cfg: DictConfig) -> None:
+    keys = ["num_problems", "top_p", "responses_per_call", "resamples"]
+    keys += [key for key in ("limit", "temperature") if cfg.eval[key] is not None]
+    _positive(cfg, *(f"eval.{key}" for key in keys))
+    _not_negative(cfg, "eval.every", "eval.samples")
+    _within("eval.top_p", cfg.eval.top_p, 0.0, 1.0)
+    if cfg.eval.out is not None and os.path.splitext(cfg.eval.out)[1] == ".json":
+        raise ValueError(f"eval.out={cfg.eval.out}: the figures go there; write .jsonl")
+
+
+def _check_rewards(cfg: DictConfig) -> None:
+    _positive(cfg, "rewards.time_limit_s", "rewards.memory_limit_gb")
+    _not_negative(cfg, "rewards.num_workers")
+    if cfg.rewards.time_limit_s >= cfg.cluster.timeout_s:
+        raise ValueError(
+            f"rewards.time_limit_s={cfg.rewards.time_limit_s:g} must be less than "
+            f"cluster.timeout_s={cfg.cluster.timeout_s:g}, or a reward that hangs ends the job"
+        )
+    if not math.isfinite(cfg.rewards.penalty):
+        raise ValueError(f"rewards.penalty={cfg.rewards.penalty} must be finite")
 
 
 def _check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
@@ -295,18 +356,42 @@ def _check_keys(cfg: DictConfig) -> None:
 
 def _check_targets(cfg: DictConfig) -> None:
     """`_target_` nodes must name something that exists and takes the keys beside it."""
-    check_target("task", OmegaConf.select(cfg, "task"))
-    for where in ("loss", "buffer.rule", "model.build"):
-        node = OmegaConf.select(cfg, where)
-        if where == "model.build" and node is None:
-            continue
-        check_target(where, node)
-        if not node.get("_partial_"):
-            raise ValueError(f"{where} needs `_partial_: true` beside its `_target_`")
+    _check_task(cfg)
+    for where in ("loss", "buffer.rule"):
+        _check_partial(cfg, where)
+    _check_build(cfg)
+
+
+def _check_build(cfg: DictConfig) -> None:
+    if cfg.model.build is not None:
+        _check_partial(cfg, "model.build")
+
+
+def _check_partial(cfg: DictConfig, where: str) -> None:
+    node = OmegaConf.select(cfg, where)
+    check_target(where, node)
+    if not node.get("_partial_"):
+        raise ValueError(f"{where} needs `_partial_: true` beside its `_target_`")
+
+
+def _check_task(cfg: DictConfig) -> None:
+    check_target("task", task_node(cfg))
+    _one_of("task.long_prompts", cfg.task.long_prompts, get_args(LongPrompts))
     for key in ("max_prompt_tokens", "max_response_tokens"):
         value = cfg.task.get(key)
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"task.{key}={value!r} must be a positive whole number")
+
+
+def task_node(cfg: DictConfig) -> DictConfig | None:
+    """What the task is built from: `task` without `long_prompts`, which tasks know nothing of."""
+    node = OmegaConf.select(cfg, "task")
+    if not isinstance(node, DictConfig):
+        return None
+    node = copy.deepcopy(node)  # the copy's interpolations still see the whole config
+    with read_write(node), open_dict(node):
+        node.pop("long_prompts", None)
+    return node
 
 
 def check_target(where: str, node: DictConfig | None) -> None:
@@ -389,7 +474,7 @@ def check_lengths(
         raise ValueError(
             f"{over} prompts are longer than task.max_prompt_tokens="
             f"{cfg.task.max_prompt_tokens} (prompt {longest} has {length} tokens): raise it to "
-            f"{length}"
+            f"{length}, or set task.long_prompts=drop or truncate_left"
         )
     total = cfg.task.max_prompt_tokens + cfg.task.max_response_tokens
     if context_length is not None and cfg.task.max_prompt_tokens >= context_length:

@@ -175,19 +175,30 @@ class VLLMEngine:
         self._pids = _with_descendants(_child_pids() - before)
         self._llm.collective_rpc("tba_start", args=(os.getpid(),))
 
-    def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> list[list[Completion]]:
-        """`sampling.n` completions of each prompt, in order."""
-        params = self._sampling_params(
-            n=sampling.n,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=list(self._options.stop_token_ids),
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-        )
-        outputs = self._run(prompts, params)
+    def generate(
+        self, prompts: Sequence[Tokens], sampling: Sampling, seeds: Sequence[int] | None = None
+    ) -> list[list[Completion]]:
+        """`sampling.n` completions of each prompt, in order.
+
+        Args:
+            seeds: one a prompt, in 0..2**62. Response s to it then draws from random numbers of
+                its own, which the seed and s decide, whatever else the engine generates.
+        """
+        params = [
+            self._sampling_params(
+                n=sampling.n,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=list(self._options.stop_token_ids),
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                seed=seed,  # vLLM adds s to it
+            )
+            for seed in ([None] if seeds is None else seeds)
+        ]
+        outputs = self._run(prompts, params[0] if seeds is None else params)
         return [
             [
                 Completion(
@@ -380,15 +391,33 @@ class HFEngine:
         self._calls = 0
         self._receiver: Receiver | None = None
 
-    def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> list[list[Completion]]:
-        """`sampling.n` completions of each prompt, in order."""
+    def generate(
+        self, prompts: Sequence[Tokens], sampling: Sampling, seeds: Sequence[int] | None = None
+    ) -> list[list[Completion]]:
+        """`sampling.n` completions of each prompt, in order.
+
+        Args:
+            seeds: one a prompt, in 0..2**62. Response s to it then draws from random numbers of
+                its own, which the seed and s decide, whatever else the engine generates.
+        """
         flat = [prompt for prompt in prompts for _ in range(sampling.n)]
+        streams = (
+            None
+            if seeds is None
+            else [(seed, number) for seed in seeds for number in range(sampling.n)]
+        )
         completions: list[Completion] = []
         for start in range(0, len(flat), self._batch_size):
-            completions += self._generate(flat[start : start + self._batch_size], sampling)
+            batch = slice(start, start + self._batch_size)
+            completions += self._generate(flat[batch], sampling, streams and streams[batch])
         return [completions[i : i + sampling.n] for i in range(0, len(completions), sampling.n)]
 
-    def _generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> list[Completion]:
+    def _generate(
+        self,
+        prompts: Sequence[Tokens],
+        sampling: Sampling,
+        streams: Sequence[tuple[int, int]] | None,
+    ) -> list[Completion]:
         width = max(len(prompt) for prompt in prompts)
         device = self._options.device
         input_ids = torch.full((len(prompts), width), self._options.pad_token_id)
@@ -397,7 +426,11 @@ class HFEngine:
             input_ids[row, width - len(prompt) :] = torch.as_tensor([int(t) for t in prompt])
             mask[row, width - len(prompt) :] = 1
         recorder = _LogprobRecorder(width, self.on_step)
-        greedy = sampling.temperature == 0.0
+        processors = _processors(sampling, recorder)
+        choose = sampling.temperature > 0.0
+        if choose and streams is not None:
+            processors.append(_SeededChoice(width, streams, sampling.max_tokens, device))
+            choose = False
         self._calls += 1
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self._generator_seed * 1_000_003 + self._calls)
@@ -408,8 +441,8 @@ class HFEngine:
                 eos_token_id=list(self._options.stop_token_ids),
                 pad_token_id=self._options.pad_token_id,
                 # given here: `generate` would apply its own options after the recorder
-                logits_processor=_processors(sampling, recorder),
-                **({"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}),
+                logits_processor=processors,
+                **({"do_sample": True, "top_k": 0} if choose else {"do_sample": False}),
             )
         logprobs = recorder.finish(sequences)  # [B, T]
         return [
@@ -518,6 +551,32 @@ class _LogprobRecorder:
         if self._scores is not None:
             token = input_ids[:, self._width + len(self._logprobs)]
             self._logprobs.append(self._scores.gather(1, token[:, None]).squeeze(1))
+
+
+class _SeededChoice:
+    """Draws each row's token with that row's own random numbers, and leaves `generate` no other.
+
+    One uniform number a token, turned into a token by the inverse of the distribution function.
+    """
+
+    def __init__(
+        self,
+        prompt_width: int,
+        streams: Sequence[tuple[int, int]],
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._width = prompt_width
+        draws = np.stack([np.random.default_rng(stream).random(max_tokens) for stream in streams])
+        self._draws = torch.from_numpy(draws).to(device)  # float64 [B, T]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        cumulative = scores.double().softmax(-1).cumsum(-1)  # [B, V]
+        draw = self._draws[:, input_ids.shape[1] - self._width, None]
+        # the first token whose share of the line reaches beyond the draw: never one of chance 0
+        token = torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True)
+        token.clamp_(max=scores.shape[1] - 1)
+        return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 
 
 def expected_manifest(

@@ -37,6 +37,11 @@ METRICS: dict[str, str] = {
     "reward/drawn_mean": "mean reward of the responses drawn for this step",
     "reward/response_tokens_mean": "mean length of the responses that arrived, tokens",
     "reward/truncated_fraction": "share of the responses that arrived cut by the length limit",
+    "reward/unparsed_fraction": "share of the responses scored in which the task found no answer",
+    "reward/timeout_fraction": "share whose scoring took longer than rewards.time_limit_s",
+    "reward/error_fraction": "share whose scoring raised, or gave something other than named parts",
+    "reward/nan_fraction": "share whose reward was NaN or infinite",
+    "reward/crash_fraction": "share whose scoring ended its worker process",
     "loss/total": "the loss of this step, over all trainers",
     "loss/grad_norm": "norm of the gradient before clipping",
     "loss/learning_rate": "learning rate of this step",
@@ -80,6 +85,8 @@ METRICS: dict[str, str] = {
     "weights/load_s": "seconds an engine took to load it",
     "weights/gb_per_s": "GB/s of the last broadcast",
     "eval/accuracy": "share of held-out problems answered correctly",
+    "eval/reward": "mean reward of the responses to held-out problems",
+    "eval/<measure>": "mean of what else the task measures of those responses",
     "eval/version": "weights version that was evaluated",
     "eval/seconds": "seconds the evaluation took",
 }
@@ -272,12 +279,15 @@ stale -  dup -  gap -  idle train - search -
             return f"{value / 1e6:.1f}M"
         return f"{value / 1e3:.1f}k" if value >= 1e3 else show(name, "{:.0f}")
 
+    held_out = f"acc {show('eval/accuracy', '{:.3f}')}"
+    if "eval/reward" in values and "eval/accuracy" not in values:
+        held_out = f"held-out {show('eval/reward', '{:.3f}')}"
     return "  ".join(
         [
             f"{step}/{total_steps}",
             f"{_duration(elapsed_s)} eta {_duration(eta_s)}",
             f"reward {show('reward/mean', '{:.3f}')}",
-            f"acc {show('eval/accuracy', '{:.3f}')}",
+            held_out,
             f"tok/s gen {rate('time/generated_tokens_per_s')}"
             f" train {rate('time/trained_tokens_per_s')}",
             f"stale {show('staleness/mean', '{:.1f}')}",
@@ -569,8 +579,14 @@ def draw_figure(run_dir: Path) -> Path:
 
 
 def _draw_learning(axes: Axes, records: list[dict[str, Any]], variants: dict[str, _ToX]) -> None:
-    """Reward on the left axis and held-out accuracy on the right, once along each variant of x."""
+    """Reward on the left axis and held-out accuracy on the right, once along each variant of x.
+
+    Where a task has no right answers, held-out reward is in the place of accuracy.
+    """
     reward, accuracy = _points(records, "reward/mean"), _points(records, "eval/accuracy")
+    held_out = "held-out accuracy"
+    if not len(accuracy[0]):
+        held_out, accuracy = "held-out reward", _points(records, "eval/reward")
     if not variants or not (len(reward[0]) or len(accuracy[0])):
         _say_missing(axes)
         return
@@ -595,12 +611,12 @@ def _draw_learning(axes: Axes, records: list[dict[str, Any]], variants: dict[str
                 markersize=4.5,
                 markerfacecolor=fill,
                 linewidth=1.2,
-                label=f"held-out accuracy{suffix}",
+                label=f"{held_out}{suffix}",
             )
     axes.set_ylabel("reward", color=_REWARD)
     axes.tick_params(axis="y", colors=_REWARD)
     if right is not None:
-        right.set_ylabel("held-out accuracy", color=_ACCURACY)
+        right.set_ylabel(held_out, color=_ACCURACY)
         right.tick_params(axis="y", colors=_ACCURACY)
         right.spines[["top", "left"]].set_visible(False)
     # On the upper axes, or its lines would cross the legend.

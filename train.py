@@ -53,9 +53,10 @@ from engine import EngineOptions, HFEngine, engine_port, make_engine, pin_proces
 from gradient import make_batch, step_stats
 from metrics import Metrics, setup_logging
 from offline import TrajectoryWriter
+from rewards import Scorer, make_scorer
 from schedules import beta_at, linear_at
 from searcher import SearcherParts, search
-from tasks.task import Problem, Task, encode_prompt
+from tasks.task import Problem, Task, fit_prompts
 from trainer import Evaluator, TrainerParts, beta_schedule, train
 from trajectory import Trajectory
 from weights import Publisher
@@ -173,7 +174,7 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
     pinned = cfg.cluster.pin_cores and device.type == "cpu"
     cores = ranks.cores() if pinned else []
     try:
-        task = instantiate(cfg.task)
+        task = instantiate(config.task_node(cfg))
         problems, held_out = task.problems("train"), task.problems("test")
         build = instantiate(cfg.model.build) if cfg.model.build is not None else None
         if ranks.local_rank == 0:
@@ -182,9 +183,9 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
         path = modeling.resolve_path(cfg.model, build)
         trust = cfg.model.trust_remote_code
         tokenizer = modeling.load_tokenizer(cfg.model.tokenizer or path, trust_remote_code=trust)
-        prompt_tokens = encode(tokenizer, problems, task.chat)
+        problems, prompt_tokens = fit(cfg, tokenizer, task, problems, "training")
         held_out = held_out[: cfg.eval.num_problems]
-        held_out_tokens = encode(tokenizer, held_out, task.chat)
+        held_out, held_out_tokens = fit(cfg, tokenizer, task, held_out, "held-out")
         config.check_num_problems(cfg, ranks, len(problems))
         max_model_len = config.check_lengths(
             cfg,
@@ -215,11 +216,35 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
     )
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerBase, problems: list[Problem], chat: bool
-) -> list[np.ndarray]:
-    """Prompt tokens of each problem, int32 [P]."""
-    return [np.array(encode_prompt(tokenizer, p, chat=chat), dtype=np.int32) for p in problems]
+def fit(
+    cfg: DictConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    problems: Sequence[Problem],
+    what: str,
+) -> tuple[list[Problem], list[np.ndarray]]:
+    """Problems to use, with their prompts' tokens, int32 [P]; says how many prompts were too long.
+
+    Args:
+        what: the problems' name in the log.
+    """
+    fitted = fit_prompts(
+        tokenizer,
+        problems,
+        task=task,
+        max_tokens=cfg.task.max_prompt_tokens,
+        long_prompts=cfg.task.long_prompts,
+    )
+    if fitted.num_shortened or fitted.num_dropped:
+        if int(os.environ.get("RANK", 0)) == 0:
+            logging.getLogger("tba").warning(
+                "%d of %d %s prompts have more than task.max_prompt_tokens=%d tokens: %d were "
+                "shortened, %d left out (task.long_prompts=%s)",
+                *(fitted.num_shortened + fitted.num_dropped, fitted.num_given, what),
+                *(cfg.task.max_prompt_tokens, fitted.num_shortened, fitted.num_dropped),
+                cfg.task.long_prompts,
+            )
+    return fitted.problems, [np.array(tokens, dtype=np.int32) for tokens in fitted.tokens]
 
 
 def pick_device(cfg: DictConfig, ranks: Ranks) -> torch.device:
@@ -380,7 +405,7 @@ def build_trainer(
         reference=load_model(setup) if cfg.trainer.reference_reset_every else None,
         log_z_head=log_z_head,
         writer=make_writer(setup, run_dir) if channel is not None else None,
-        evaluator=make_evaluator(setup, policy) if channel is None else None,
+        evaluator=make_evaluator(setup, control, policy) if channel is None else None,
     )
 
 
@@ -404,12 +429,14 @@ def make_writer(setup: Setup, run_dir: Path) -> TrajectoryWriter | None:
     return TrajectoryWriter(run_dir / "trajectories" / f"trainer-{setup.ranks.rank}.traj")
 
 
-def make_evaluator(setup: Setup, policy: PreTrainedModel) -> Evaluator:
+def make_evaluator(setup: Setup, control: Control, policy: PreTrainedModel) -> Evaluator:
     """Greedy generation with the policy itself, on this trainer's share of the problems."""
     share = slice(setup.ranks.rank, None, setup.ranks.num_trainers)
     return Evaluator(
         engine=HFEngine(setup.cfg.engine, engine_options(setup), model=policy),
         task=setup.task,
+        scorer=build_scorer(setup, control),
+        measures=setup.cfg.eval.measures,
         problems=setup.held_out[share],
         prompt_tokens=setup.held_out_tokens[share],
         max_response_tokens=setup.cfg.task.max_response_tokens,
@@ -546,6 +573,14 @@ def engine_options(setup: Setup) -> EngineOptions:
     )
 
 
+def build_scorer(setup: Setup, control: Control) -> Scorer:
+    """What scores this rank's responses."""
+    node: Any = OmegaConf.to_container(config.task_node(setup.cfg), resolve=True)
+    scorer = make_scorer(setup.task, node, setup.cfg.rewards, device=setup.device)
+    control.cleanups.append(scorer.kill)
+    return scorer
+
+
 def build_searcher(setup: Setup, control: Control, channel: Channel) -> SearcherParts:
     """The engine, started and listening for weights, the reference and the prompts."""
     cfg, ranks = setup.cfg, setup.ranks
@@ -557,6 +592,7 @@ def build_searcher(setup: Setup, control: Control, channel: Channel) -> Searcher
     if setup.cores and ranks.world_size > 1:
         pin_process(os.getpid(), setup.cores)
         engine.pin(setup.cores)
+    scorer = build_scorer(setup, control)
     control.progress("meeting the trainer for weights", cfg.cluster.startup_timeout_s)
     engine.join_weights(
         host=control.host,
@@ -577,12 +613,14 @@ def build_searcher(setup: Setup, control: Control, channel: Channel) -> Searcher
         autocast=torch.bfloat16 if cfg.trainer.precision == "bfloat16" else None,
         tokenizer=setup.tokenizer,
         task=setup.task,
+        scorer=scorer,
         problems=setup.problems,
         prompt_tokens=setup.prompt_tokens,
         held_out=setup.held_out[share],
         held_out_tokens=setup.held_out_tokens[share],
         probe_tokens=setup.probe_tokens,
         max_logprob_gap=cfg.weights.max_logprob_gap,
+        eval_measures=cfg.eval.measures,
         max_response_tokens=cfg.task.max_response_tokens,
         seed=cfg.seed,
     )
@@ -597,6 +635,7 @@ def run_searcher(setup: Setup, parts: SearcherParts) -> None:
         lockstep=setup.lockstep,
     )
     parts.control.progress("closing the engine")
+    parts.scorer.close()
     parts.engine.leave_weights()
     parts.engine.close()
 

@@ -11,8 +11,10 @@ arXiv 2503.18929, sections 3 and 4.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,14 +27,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from buffer import Buffer, Group
 from checkpoint import save_policy
-from comm import Channel, Control, Kind, Ranks
+from comm import Channel, Control, Kind, Ranks, gather_texts
 from engine import HFEngine
-from evaluate import greedy_scores
+from evaluate import EvalConfig, held_out_sums
 from gradient import accumulate_gradient, step_stats, sum_over_trainers
 from losses import LossOutput
 from metrics import IdleClock, Metrics, draw_figure, write_rollouts, write_summary
 from model import LogZHead, response_logprobs, unique_response_logprobs
 from offline import TrajectoryWriter
+from rewards import FAILURES, Scorer
 from schedules import beta_at, lr_at
 from tasks.task import Problem, Task
 from trajectory import Trajectory, unpack
@@ -84,15 +87,6 @@ class TrainerConfig:
     log_z_lr: float | None = None  # learning rate of a log Z head; null: there is none
 
 
-@dataclass
-class EvalConfig:
-    """Held-out greedy evaluation on the searchers' engines (`mode=offline`: by the trainers)."""
-
-    every: int = 50  # steps; 0: only before and after training
-    before: bool = True
-    num_problems: int = 256
-
-
 @dataclass(slots=True, kw_only=True)
 class TrainerParts:
     """What a trainer works with; `train.py` puts it together."""
@@ -130,6 +124,8 @@ class Evaluator:
 
     engine: HFEngine  # on the policy's own weights
     task: Task
+    scorer: Scorer  # of the task's rewards
+    measures: bool  # whether what the task measures besides the reward is evaluated
     problems: Sequence[Problem]  # this trainer's share of the held-out problems
     prompt_tokens: Sequence[np.ndarray]  # int32 [P] of each
     max_response_tokens: int
@@ -158,6 +154,7 @@ class Arrivals:
     parts: list[dict[str, float]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     truncated: list[bool] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)  # `Scored.status`, of all searchers
     rounds: dict[int, int] = field(
         default_factory=dict
     )  # searcher rank -> version it last finished
@@ -165,8 +162,9 @@ class Arrivals:
     idle_s: dict[int, dict[str, float]] = field(default_factory=dict)
     logprob_gap: dict[int, float] = field(default_factory=dict)
     load_s: dict[int, float] = field(default_factory=dict)
-    evaluations: dict[int, dict[int, dict[str, float]]] = field(default_factory=dict)
-    accuracy: dict[int, float] = field(default_factory=dict)  # version -> mean held-out reward
+    evaluations: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
+    # version -> name -> mean over the held-out problems
+    held_out: dict[int, dict[str, float]] = field(default_factory=dict)
     samples: list[Trajectory] = field(default_factory=list)
 
 
@@ -246,6 +244,7 @@ def take_report(arrivals: Arrivals, source: int, values: Mapping[str, Any]) -> N
         arrivals.rounds[source] = values["round"]
         arrivals.generated += values["generated"]
         arrivals.generated_tokens += values["generated_tokens"]
+        arrivals.outcomes.update(values["outcomes"])
         arrivals.idle[source] = values["idle_fraction"]
         arrivals.idle_s[source] = values["idle_s"]
     if "load_s" in values:
@@ -264,24 +263,27 @@ def take_evaluation(parts: TrainerParts, source: int, values: Mapping[str, Any])
     log_evaluation(
         parts,
         version,
-        total_reward=sum(share["total_reward"] for share in shares.values()),
-        count=int(sum(share["count"] for share in shares.values())),
+        sums=[share["sums"] for share in shares.values()],
         seconds=max(share["seconds"] for share in shares.values()),
     )
 
 
 def log_evaluation(
-    parts: TrainerParts, version: int, *, total_reward: float, count: int, seconds: float
+    parts: TrainerParts, version: int, *, sums: Sequence[Mapping[str, float]], seconds: float
 ) -> None:
-    """An evaluation that is complete."""
-    accuracy = total_reward / max(count, 1)
-    parts.arrivals.accuracy[version] = accuracy
+    """An evaluation that is complete: the shares of all who took part (`held_out_sums`)."""
+    total: Counter[str] = Counter()
+    for share in sums:
+        total.update(share)
+    count = int(total.pop("count"))
+    figures = {name: value / max(count, 1) for name, value in total.items()}
+    parts.arrivals.held_out[version] = figures
     if parts.metrics is not None:
-        result = {"eval/accuracy": accuracy, "eval/version": version, "eval/seconds": seconds}
+        result = {f"eval/{name}": value for name, value in figures.items()}
+        result |= {"eval/version": version, "eval/seconds": seconds}
         parts.metrics.log(version, result)
-        parts.metrics.note(
-            f"held-out accuracy at step {version}: {accuracy:.3f} ({count} problems)"
-        )
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in sorted(figures.items()))
+        parts.metrics.note(f"held-out at step {version}: {shown} ({count} problems)")
 
 
 def evaluate_policy(parts: TrainerParts, evaluator: Evaluator, version: int) -> None:
@@ -290,25 +292,26 @@ def evaluate_policy(parts: TrainerParts, evaluator: Evaluator, version: int) -> 
     parts.control.progress("evaluating held-out problems", parts.control.startup_timeout_s)
     training = parts.policy.training
     parts.policy.eval()  # with gradient checkpointing, generation in train mode has no cache
-    rewards = greedy_scores(
+    share = held_out_sums(
         evaluator.engine,
         evaluator.task,
         parts.tokenizer,
         evaluator.problems,
         evaluator.prompt_tokens,
         max_response_tokens=evaluator.max_response_tokens,
+        scorer=evaluator.scorer,
+        measures=evaluator.measures,
+        on_progress=parts.control.alive,
     )
     parts.policy.train(training)
-    device = next(parts.policy.parameters()).device
-    totals = torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64, device=device)
+    shares = [json.dumps(share)]
     if parts.group is not None:
-        dist.all_reduce(totals, group=parts.group)
+        device = next(parts.policy.parameters()).device
+        shares = gather_texts(shares[0], parts.group, device)
+    if parts.ranks.rank != 0:
+        return
     log_evaluation(
-        parts,
-        version,
-        total_reward=float(totals[0]),
-        count=int(totals[1]),
-        seconds=time.monotonic() - started,
+        parts, version, sums=[json.loads(s) for s in shares], seconds=time.monotonic() - started
     )
 
 
@@ -550,6 +553,7 @@ def report(
         parts.arrivals.parts,
         parts.arrivals.lengths,
         parts.arrivals.truncated,
+        parts.arrivals.outcomes,
     ):
         recent.clear()
 
@@ -564,6 +568,10 @@ def arrival_metrics(arrivals: Arrivals) -> dict[str, float]:
         for name in sorted({name for named in arrivals.parts for name in named}):
             values = [named[name] for named in arrivals.parts if name in named]
             metrics[f"reward/{name}"] = float(np.mean(values))
+    if arrivals.outcomes:
+        for status in FAILURES:
+            share = arrivals.outcomes[status] / arrivals.outcomes.total()
+            metrics[f"reward/{status}_fraction"] = share
     if arrivals.idle:
         metrics["time/searcher_idle_fraction"] = float(np.mean(list(arrivals.idle.values())))
         for reason in sorted({r for seconds in arrivals.idle_s.values() for r in seconds}):
@@ -629,12 +637,14 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
     if parts.metrics is None:
         close(parts)
         return
-    while cfg.steps not in arrivals.accuracy:
+    while cfg.steps not in arrivals.held_out:
         receive(parts, timeout_s=0.5)
     parts.control.progress("saving the policy", parts.control.startup_timeout_s)
+    by_step = dict(sorted(arrivals.held_out.items()))
+    accuracy = {step: v["accuracy"] for step, v in by_step.items() if "accuracy" in v}
     summary: dict[str, Any] = {
-        "accuracy_before": arrivals.accuracy.get(0),
-        "accuracy_after": arrivals.accuracy[cfg.steps],
+        "accuracy_before": accuracy.get(0),
+        "accuracy_after": accuracy.get(cfg.steps),
         "steps": cfg.steps,
         "trajectories": arrivals.generated if online else parts.buffer.num_received,
         "trained_trajectories": totals.drawn * parts.ranks.num_trainers,
@@ -648,9 +658,10 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
         "trained_tokens_per_s": rates["time/trained_tokens_per_s"],
         "duplicate_fraction": rates["buffer/duplicate_fraction"],
         "engine_logprob_gap": max(arrivals.logprob_gap.values(), default=None),
-        "accuracy_by_step": {str(k): v for k, v in sorted(arrivals.accuracy.items())},
+        "accuracy_by_step": {str(step): value for step, value in accuracy.items()},
+        "held_out_by_step": {str(step): values for step, values in by_step.items()},
     }
-    state = {"step": cfg.steps, "accuracy": arrivals.accuracy[cfg.steps]}
+    state = {"step": cfg.steps, "held_out": by_step[cfg.steps]}
     folder = save_policy(
         parts.run_dir / "checkpoints" / f"step-{cfg.steps}",
         parts.policy,
@@ -673,3 +684,5 @@ def close(parts: TrainerParts) -> None:
         parts.channel.close()
     if parts.writer is not None:
         parts.writer.close()
+    if parts.evaluator is not None:
+        parts.evaluator.scorer.close()

@@ -310,7 +310,7 @@ def test_interrupt_ends_all_ranks_with_the_reason_once(tmp_path, random_model):
     assert job.log.read_text().count("interrupted (Ctrl-C)") == 1
 
 
-def test_a_failing_reward_is_named_once_and_ends_all_ranks(tmp_path, random_model):
+def test_a_reward_model_that_never_works_is_named_once_and_ends_all_ranks(tmp_path, random_model):
     job = Job(
         tmp_path,
         3,
@@ -365,7 +365,7 @@ def test_an_existing_run_folder_is_refused(tmp_path, random_model):
 
 
 class Failing:
-    """Digits whose reward always fails."""
+    """Digits whose reward, a model on the searcher's device, always fails."""
 
     def __new__(cls, **options):
         from tests.digits import Digits
@@ -375,5 +375,5 @@ class Failing:
         def fail(problems, responses):
             raise RuntimeError("this reward always fails")
 
-        task.score = fail
+        task.score, task.in_workers = fail, False
         return task

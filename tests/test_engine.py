@@ -186,11 +186,55 @@ def test_seeds_decide_the_samples(tiny_llama: str) -> None:
     assert len({tuple(tokens) for tokens in first}) > len(prompts)  # n samples differ
 
 
-def test_first_tokens_come_as_often_as_the_policy_says(tiny_llama: str) -> None:
+def test_with_a_seed_a_prompts_samples_are_its_own(tiny_llama: str) -> None:
+    """Whatever is beside it, came before, or the engine's own seed is."""
+    prompts = make_prompts()
+    seeds = [7, 2**62 - 1, 8, 0]
+    sampling = Sampling(n=4, temperature=1.0, top_p=0.95, max_tokens=8)
+
+    def texts(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
+        return [[tuple(c.tokens.tolist()) for c in group] for group in groups]
+
+    together = make(tiny_llama, seed=1).generate(prompts, sampling, seeds)
+    engine = make(tiny_llama, seed=2, batch_size=3)
+    torch.manual_seed(0)
+    state = torch.random.get_rng_state()
+    for prompt, seed, group in reversed(list(zip(prompts, seeds, together, strict=True))):
+        alone = engine.generate([prompt], sampling, [seed])
+        assert texts(alone) == texts([group])
+        np.testing.assert_allclose(alone[0][0].logprobs, group[0].logprobs, rtol=0, atol=2e-5)
+    assert torch.equal(torch.random.get_rng_state(), state), "the process's generator was moved"
+    assert texts(engine.generate(prompts, sampling, [6, 5, 4, 3])) != texts(together)
+    # samples of one prompt differ, and so do those of two seeds to the same prompt
+    assert min(len(set(group)) for group in texts(together)) > 1
+    twins = texts(engine.generate([prompts[0]] * 2, sampling, [1, 2]))
+    assert twins[0] != twins[1]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_seeded_samples_have_the_logprobs_they_were_drawn_with(
+    tiny_llama: str, top_p: float
+) -> None:
+    prompts = make_prompts()
+    sampling = Sampling(n=8, temperature=1.3, top_p=top_p, max_tokens=8)
+    groups = make(tiny_llama).generate(prompts, sampling, [1, 2, 3, 4])
+    model = load(tiny_llama)
+    for prompt, completion in pairs(prompts, groups):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([*prompt, *completion.tokens])[None]).logits[0]
+        for i, token in enumerate(completion.tokens):
+            want = np.log(renormalised(logits[len(prompt) - 1 + i], 1.3, top_p)[token])
+            assert completion.logprobs[i] == pytest.approx(want, abs=1e-4)
+
+
+@pytest.mark.parametrize("seeds", [None, [3]], ids=["engine", "seeded"])
+def test_first_tokens_come_as_often_as_the_policy_says(
+    tiny_llama: str, seeds: list[int] | None
+) -> None:
     count, temperature = 6000, 0.7
     (prompt,) = tiny.random_tokens(np.random.default_rng(1), [6])
     ((*samples,),) = make(tiny_llama, batch_size=2000).generate(
-        [prompt], Sampling(n=count, temperature=temperature, max_tokens=1)
+        [prompt], Sampling(n=count, temperature=temperature, max_tokens=1), seeds
     )
     observed = np.bincount([int(c.tokens[0]) for c in samples], minlength=tiny.VOCABULARY)
     with torch.no_grad():

@@ -403,6 +403,22 @@ def test_other_seeds_give_other_samples(rig: Rig, owner: Owner) -> None:
     assert owner.said()["samples"] != rig.first
 
 
+@pytest.mark.parametrize("rig", ["tied"], indirect=True)
+def test_with_a_seed_a_prompts_samples_are_its_own(rig: Rig) -> None:
+    """On either engine: whatever else the call holds, or came before."""
+    prompts, seeds = make_prompts(), [7, 2**62 - 1, 8, 0]
+    for engine in rig.engines:
+        together = engine.generate(prompts, SAMPLING, seeds)
+        for prompt, seed, group in reversed(list(zip(prompts, seeds, together, strict=True))):
+            (alone,) = engine.generate([prompt], SAMPLING, [seed])
+            assert [c.tokens.tolist() for c in alone] == [c.tokens.tolist() for c in group]
+            assert len({tuple(c.tokens.tolist()) for c in group}) > 1
+        gaps = rig.gaps(together, SAMPLING.temperature)
+        assert gaps.max() < TOLERANCE
+        (other,) = engine.generate(prompts[:1], SAMPLING, [9])
+        assert [c.tokens.tolist() for c in other] != [c.tokens.tolist() for c in together[0]]
+
+
 def test_an_engine_ends_with_its_owner(owner: Owner) -> None:
     """SIGKILL leaves the owner no time to end its engine."""
     pids = owner.said()["pids"]
