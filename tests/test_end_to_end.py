@@ -105,7 +105,12 @@ def learns(tmp_path: Path, model: str, num_ranks: int, *overrides: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "trainers"), [(2, 1), (3, 1), (4, 2)], ids=["1+1", "1+2", "2+2"]
+    ("num_ranks", "trainers"),
+    [
+        pytest.param(2, 1, id="1+1", marks=pytest.mark.slow),  # as the run with vLLM below
+        pytest.param(3, 1, id="1+2", marks=pytest.mark.slow),
+        pytest.param(4, 2, id="2+2"),
+    ],
 )
 def test_asynchronous_runs_learn(tmp_path, random_model, num_ranks, trainers):
     summary = learns(tmp_path, random_model, num_ranks, "engine=hf", f"cluster.trainers={trainers}")
@@ -179,6 +184,7 @@ def test_saved_trajectories_are_learned_from_without_a_searcher(tmp_path, random
     assert float(head.linear.bias.detach()) != 0.0
 
 
+@pytest.mark.slow
 def test_offline_data_that_an_objective_cannot_use_is_refused(tmp_path, random_model):
     """JSONL from anywhere has no behavior log-probs, which a ratio needs."""
     lines = [
@@ -278,6 +284,7 @@ def test_a_killed_rank_ends_the_job(tmp_path, random_model, victim):
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_a_killed_searcher_takes_its_engine_along(tmp_path, random_model):
     pytest.importorskip("vllm")
     job = Job(tmp_path, 2, *endless(tmp_path, random_model, "vllm"))
@@ -310,6 +317,7 @@ def test_interrupt_ends_all_ranks_with_the_reason_once(tmp_path, random_model):
     assert job.log.read_text().count("interrupted (Ctrl-C)") == 1
 
 
+@pytest.mark.slow
 def test_a_reward_model_that_never_works_is_named_once_and_ends_all_ranks(tmp_path, random_model):
     job = Job(
         tmp_path,
@@ -331,8 +339,16 @@ def test_a_reward_model_that_never_works_is_named_once_and_ends_all_ranks(tmp_pa
     [
         (["task=gsm8k", "task.data_dir=/nowhere"], ["task.data_dir", "/nowhere"]),
         (["model=custom", "model.path=/nowhere"], ["model.path", "/nowhere"]),
-        (["task=digits", "task.max_response_tokens=600"], ["task.max_response_tokens", "512"]),
-        (["task=digits", "task.max_prompt_tokens=2"], ["task.max_prompt_tokens", "4"]),
+        pytest.param(
+            ["task=digits", "task.max_response_tokens=600"],
+            ["task.max_response_tokens", "512"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["task=digits", "task.max_prompt_tokens=2"],
+            ["task.max_prompt_tokens", "4"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["data", "model", "context", "prompt"],
 )

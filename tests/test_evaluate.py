@@ -497,14 +497,11 @@ def test_a_mistake_is_one_line(tmp_path: Path, overrides: list[str], says: str) 
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    "overrides", [["eval.sampels=3"], ["eval.responses=/nowhere", "eval.out=x"]]
-)
-def test_the_command_says_a_mistake_in_one_line(overrides: list[str]) -> None:
-    done = command(0, "task=gsm8k", *overrides)
+def test_the_command_says_a_mistake_in_one_line() -> None:
+    done = command(0, "task=gsm8k", "eval.responses=/nowhere", "eval.out=x")
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ") and ("eval.samples" in line or "/nowhere" in line)
+    assert line.startswith("error: ") and "/nowhere" in line
 
 
 def test_training_keeps_its_keys() -> None:

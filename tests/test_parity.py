@@ -383,6 +383,7 @@ def bf16(tmp_path_factory: pytest.TempPathFactory):
     yield from run_rig(Rig(path, torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_a_bfloat16_engine_is_near_a_float32_trainer(bf16: Rig) -> None:
     for _ in range(2):
         for engine in bf16.engines:
