@@ -122,6 +122,7 @@ def test_one_process_learns_in_lockstep(tmp_path, random_model):
     assert summary["staleness_max"] == 0  # on-policy, every response of it
 
 
+@pytest.mark.slow
 def test_lockstep_over_ranks_is_on_policy(tmp_path, random_model):
     summary = learns(tmp_path, random_model, 3, "engine=hf", "mode=sync", "loss=rloo")
     assert summary["staleness_max"] == 0
@@ -274,7 +275,13 @@ def endless(tmp_path: Path, model: str, engine: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("victim", [0, 2], ids=["trainer", "searcher"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        pytest.param(0, id="trainer"),
+        pytest.param(2, id="searcher", marks=pytest.mark.slow),  # as in test_comm.py
+    ],
+)
 def test_a_killed_rank_ends_the_job(tmp_path, random_model, victim):
     job = Job(tmp_path, 3, *endless(tmp_path, random_model, "hf"))
     job.wait_for(r"step \d+/100000")

@@ -317,6 +317,7 @@ class Measured(Digits):
         return {"different": float(len(set(responses)))}
 
 
+@pytest.mark.slow
 def test_a_task_can_measure_more_on_a_split_of_its_own(tmp_path: Path, random_model: str) -> None:
     done = command(
         2,
