@@ -27,6 +27,7 @@ from comm import ClusterConfig, Ranks
 from engine import EngineConfig, check_engine
 from evaluate import EvalConfig
 from model import DTYPES, ModelConfig
+from packing import ATTENTIONS
 from rewards import RewardConfig
 from schedules import beta_at, lr_at
 from searcher import SearcherConfig
@@ -139,6 +140,8 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "trainer.lr.peak",
         "trainer.publish_every",
         "trainer.tokens_per_micro_batch",
+        "trainer.logprobs.chunk_tokens",
+        "trainer.logprobs.chunk_vocabulary",
         "searcher.responses_per_prompt",
         "searcher.prompts_per_call",
         "searcher.temperature",
@@ -194,6 +197,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
     _check_batches(cfg, ranks)
     check_engine(cfg.engine.name)
     _check_targets(cfg)
+    _check_packing(cfg)
     _check_schedules(cfg)
 
 
@@ -335,6 +339,33 @@ def _check_batches(cfg: DictConfig, ranks: Ranks) -> None:
             f"buffer.capacity_per_prompt={cfg.buffer.capacity_per_prompt} is less than "
             f"trainer.responses_per_prompt={drawn}: a group of that size never fits"
         )
+
+
+def _check_packing(cfg: DictConfig) -> None:
+    """What packed rows need; the longest prompt with its response can't be split."""
+    attention = cfg.trainer.packing.attention
+    if attention == "False":
+        raise ValueError(
+            'trainer.packing.attention: yaml reads off as false, so write "off" in quotes'
+        )
+    _one_of("trainer.packing.attention", attention, ("auto", *ATTENTIONS, "off"))
+    if attention == "off":
+        return
+    if attention == "varlen" and cfg.trainer.precision == "float32":
+        raise ValueError(
+            "trainer.packing.attention=varlen computes in bfloat16: set "
+            "trainer.precision=bfloat16, or attention to flex"
+        )
+    keys = ["trainer.tokens_per_micro_batch"]
+    if cfg.mode != "offline" and not cfg.trainer.reference_reset_every:
+        keys.append("searcher.reference_tokens_per_micro_batch")
+    longest = cfg.task.max_prompt_tokens + cfg.task.max_response_tokens
+    for key in keys:
+        if OmegaConf.select(cfg, key) < longest:
+            raise ValueError(
+                f"{key}={OmegaConf.select(cfg, key)} is less than task.max_prompt_tokens + "
+                f"task.max_response_tokens = {longest}: raise it to {longest} or more"
+            )
 
 
 def _check_keys(cfg: DictConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from transformers import PreTrainedModel
 
 from buffer import Group
 from losses import LossOutput
-from model import LogZHead, distinct, micro_batches, prompt_features, response_logprobs
-from trajectory import Batch, StepStats, Trajectory
+from model import PADDED, Layout, LogZHead, distinct, prompt_features, response_logprobs, split
+from packing import bins, num_tokens
+from trajectory import Batch, StepStats
 
 
 def accumulate_gradient(
@@ -28,43 +30,43 @@ def accumulate_gradient(
     tokens_per_micro_batch: int,
     stats: StepStats,
     log_z_head: LogZHead | None = None,
+    layout: Layout = PADDED,
 ) -> dict[str, float]:
     """Adds the gradient of the step's loss to `.grad`, micro-batch by micro-batch.
 
     Statistics of a group (log Z, baselines) need all its responses, so micro-batches are made of
     whole groups. A group that does not fit in one is taken in two passes: log-probs of all its
     responses without gradient give d loss / d log-prob, which then weights each response's own
-    log-probs. Both ways give the same gradient; the second costs one more forward pass.
+    log-probs. Both ways give the same gradient; the second costs one more forward pass. Equal
+    responses to a prompt are computed once; their gradients add up.
 
     Args:
+        tokens_per_micro_batch: of the packed row, or with the padding.
         stats: of the whole step, see `step_stats`.
         log_z_head: for objectives that learn log Z; its gradient is added up like the policy's.
 
     Returns:
         Sums over the groups at hand: `loss/...` and `policy/...` of the objective (they add up to
         the step's), `tokens`, and per-token sums of -log-prob and |log-prob - old log-prob|.
+
+    Raises:
+        ValueError: a response is longer than a packed micro-batch may be.
     """
     sums: dict[str, Tensor] = {}
-    options: dict[str, Any] = {"temperature": temperature, "autocast": autocast}
-    for part in whole_group_micro_batches(groups, tokens_per_micro_batch):
-        trajectories = [t for group in part for t in group.trajectories]
-        prompts = [t.prompt_tokens for t in trajectories]
-        responses = [t.response_tokens for t in trajectories]
-        pieces = list(micro_batches([_length(t) for t in trajectories], tokens_per_micro_batch))
-        if len(pieces) == 1:
-            logprobs = _logprobs(policy, prompts, responses, options)
-            batch = make_batch(part, logprobs, stats)
-            batch.log_z = _log_z(policy, part, log_z_head, autocast)
-            output = objective(batch, beta=beta)
-            output.loss.backward()
+    options: dict[str, Any] = {"temperature": temperature, "autocast": autocast, "layout": layout}
+    for micro in _micro_batches(groups, tokens_per_micro_batch, layout):
+        whole = len(micro.pieces) == 1
+        if whole:
+            logprobs = _forward(policy, micro, range(len(micro.responses)), options)
         else:
-            logprobs = _logprobs_without_gradient(policy, trajectories, pieces, options)
-            batch = make_batch(part, logprobs.requires_grad_(), stats)
-            batch.log_z = _log_z(policy, part, log_z_head, autocast)
-            output = objective(batch, beta=beta)
-            output.loss.backward()  # to the log-probs, and to the head that learns log Z
+            logprobs = _logprobs_without_gradient(policy, micro, options).requires_grad_()
+        batch = make_batch(micro.groups, logprobs[_positions(micro, micro.slot_of)], stats)
+        batch.log_z = _log_z(policy, micro.groups, log_z_head, autocast)
+        output = objective(batch, beta=beta)
+        output.loss.backward()  # in pieces: to the log-probs, and to the head that learns log Z
+        if not whole:
             assert logprobs.grad is not None
-            _weighted_backward(policy, trajectories, pieces, logprobs.grad, options)
+            _weighted_backward(policy, micro, logprobs.grad, options)
         values = {
             "loss/total": output.loss.detach(),
             **output.metrics,
@@ -79,74 +81,83 @@ def accumulate_gradient(
     return {name: float(value) for name, value in sums.items()}
 
 
-def _logprobs(
-    policy: PreTrainedModel,
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
-    options: Mapping[str, Any],
-) -> Tensor:
-    """`response_logprobs`, computed once for equal responses; their gradients add up."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MicroBatch:
+    """Whole groups, and their distinct pairs of prompt and response."""
+
+    groups: list[Group]
+    prompts: list[np.ndarray]  # int32 [P] of each pair
+    responses: list[np.ndarray]  # int32 [T] of each pair
+    slot_of: list[int]  # pair of each trajectory
+    pieces: list[list[int]]  # pairs that fit in one forward pass; several for a large group
+
+
+def _micro_batches(groups: Sequence[Group], max_tokens: int, layout: Layout) -> list[_MicroBatch]:
+    """All of them before the first is computed: a response that is too long ends the step here."""
+    micro_batches = []
+    for part in whole_group_micro_batches(groups, max_tokens, layout):
+        prompts, responses, slot_of = _distinct(part)
+        pieces = split(prompts, responses, max_tokens, layout)
+        micro_batches.append(
+            _MicroBatch(
+                groups=part, prompts=prompts, responses=responses, slot_of=slot_of, pieces=pieces
+            )
+        )
+    return micro_batches
+
+
+def _distinct(
+    groups: Sequence[Group],
+) -> tuple[list[np.ndarray], list[np.ndarray], list[int]]:
+    """Prompts and responses of the distinct pairs, and each trajectory's place among them."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    prompts = [t.prompt_tokens for t in trajectories]
+    responses = [t.response_tokens for t in trajectories]
     first, slot_of = distinct(prompts, responses)
-    logprobs = response_logprobs(
-        policy, [prompts[i] for i in first], [responses[i] for i in first], **options
-    )
-    if len(first) == len(responses):
-        return logprobs
-    lengths = [len(responses[i]) for i in first]
-    starts = np.cumsum(lengths) - lengths
-    index = np.concatenate([np.arange(starts[s], starts[s] + lengths[s]) for s in slot_of])
-    return logprobs[torch.from_numpy(index).to(logprobs.device)]
+    return [prompts[i] for i in first], [responses[i] for i in first], slot_of
 
 
 def _logprobs_without_gradient(
-    policy: PreTrainedModel,
-    trajectories: Sequence[Trajectory],
-    pieces: Sequence[Sequence[int]],
-    options: Mapping[str, Any],
+    policy: PreTrainedModel, micro: _MicroBatch, options: Mapping[str, Any]
 ) -> Tensor:
-    """Log-probs of all responses in order, float32 [N], piece by piece."""
+    """Log-probs of all pairs in order, float32 [N], piece by piece."""
     device = next(policy.parameters()).device
-    logprobs = torch.zeros(sum(len(t.response_tokens) for t in trajectories), device=device)
+    logprobs = torch.zeros(sum(len(r) for r in micro.responses), device=device)
     with torch.no_grad():
-        for piece in pieces:
-            logprobs[_positions(trajectories, piece)] = _forward(
-                policy, trajectories, piece, options
-            )
+        for piece in micro.pieces:
+            logprobs[_positions(micro, piece)] = _forward(policy, micro, piece, options)
     return logprobs
 
 
 def _weighted_backward(
-    policy: PreTrainedModel,
-    trajectories: Sequence[Trajectory],
-    pieces: Sequence[Sequence[int]],
-    weights: Tensor,
-    options: Mapping[str, Any],
+    policy: PreTrainedModel, micro: _MicroBatch, weights: Tensor, options: Mapping[str, Any]
 ) -> None:
     """Adds the gradient of the log-probs' sum, weighted by d loss / d log-prob [N], to `.grad`."""
-    for piece in pieces:
-        logprobs = _forward(policy, trajectories, piece, options)
-        (logprobs * weights[_positions(trajectories, piece)]).sum().backward()
+    for piece in micro.pieces:
+        logprobs = _forward(policy, micro, piece, options)
+        (logprobs * weights[_positions(micro, piece)]).sum().backward()
 
 
 def _forward(
     policy: PreTrainedModel,
-    trajectories: Sequence[Trajectory],
+    micro: _MicroBatch,
     piece: Sequence[int],
     options: Mapping[str, Any],
 ) -> Tensor:
+    """Log-probs of the pairs of `piece`, one after another."""
     return response_logprobs(
         policy,
-        [trajectories[i].prompt_tokens for i in piece],
-        [trajectories[i].response_tokens for i in piece],
+        [micro.prompts[i] for i in piece],
+        [micro.responses[i] for i in piece],
         **options,
     )
 
 
-def _positions(trajectories: Sequence[Trajectory], piece: Sequence[int]) -> np.ndarray:
-    """Where the tokens of some responses lie among those of all, int64."""
-    ends = np.cumsum([len(t.response_tokens) for t in trajectories])
-    starts = ends - [len(t.response_tokens) for t in trajectories]
-    return np.concatenate([np.arange(starts[i], ends[i]) for i in piece])
+def _positions(micro: _MicroBatch, pairs: Sequence[int]) -> np.ndarray:
+    """Where the tokens of some pairs lie among those of all, int64."""
+    ends = np.cumsum([len(r) for r in micro.responses])
+    starts = ends - [len(r) for r in micro.responses]
+    return np.concatenate([np.arange(starts[i], ends[i]) for i in pairs])
 
 
 def _log_z(
@@ -162,20 +173,35 @@ def _log_z(
     return head(prompt_features(policy, prompts, autocast=autocast))
 
 
-def _length(trajectory: Trajectory) -> int:
-    return len(trajectory.prompt_tokens) + len(trajectory.response_tokens)
-
-
-def whole_group_micro_batches(groups: Sequence[Group], max_tokens: int) -> Iterator[list[Group]]:
-    """Groups in micro-batches of at most `max_tokens` padded tokens, similar lengths together.
+def whole_group_micro_batches(
+    groups: Sequence[Group], max_tokens: int, layout: Layout = PADDED
+) -> list[list[Group]]:
+    """Groups in micro-batches of at most `max_tokens`, in the packed row or with the padding.
 
     A group over the limit comes alone.
     """
+    if not layout.packed:
+        return list(_padded_micro_batches(groups, max_tokens))
+    sizes = []
+    for group in groups:
+        prompts, responses, _ = _distinct([group])
+        sizes.append(num_tokens(prompts, responses, share_prompts=layout.share_prompts))
+    fitting = [i for i, size in enumerate(sizes) if size <= max_tokens]
+    parts = [[i] for i, size in enumerate(sizes) if size > max_tokens]
+    parts += [[fitting[j] for j in part] for part in bins([sizes[i] for i in fitting], max_tokens)]
+    return [[groups[i] for i in part] for part in parts]
+
+
+def _padded_micro_batches(groups: Sequence[Group], max_tokens: int) -> Iterator[list[Group]]:
+    """The same for right-padded batches, similar lengths together."""
+
+    def width(group: Group) -> int:
+        return max(len(t.prompt_tokens) + len(t.response_tokens) for t in group.trajectories)
+
     part: list[Group] = []
     size = 0  # responses in `part`
-    for group in sorted(groups, key=lambda g: max(_length(t) for t in g.trajectories)):
-        width = max(_length(t) for t in group.trajectories)
-        if part and width * (size + len(group.trajectories)) > max_tokens:
+    for group in sorted(groups, key=width):
+        if part and width(group) * (size + len(group.trajectories)) > max_tokens:
             yield part
             part, size = [], 0
         part.append(group)

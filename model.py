@@ -2,15 +2,17 @@
 
 One log-prob contract for policy, reference and engine: token ids end to end; logits are divided by
 the sampling temperature; log-softmax in float32; the sampled end-of-text token counts; the token
-at position i is predicted by the hidden state at i - 1. Sequences are padded on the right, where
-causal attention can't see, so positions start at 0 and no padding mask exists to be wrong.
+at position i is predicted by the hidden state at i - 1. Sequences lie in one packed row (`packing`)
+or are padded on the right, where causal attention can't see: positions start at 0 and no padding
+mask exists to be wrong. Log-probs come from hidden states in blocks (`logprobs`), so that the
+logits of a micro-batch never exist at once.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+
+from logprobs import CHUNK_TOKENS, CHUNK_VOCABULARY, selected_logprobs
+from packing import bins, check_packing, pack, packed_hidden, set_attention
 
 
 @dataclass
@@ -186,6 +191,51 @@ def pad(
     )
 
 
+@dataclass
+class LogprobsConfig:
+    """Blocks in which log-probs are computed; a float32 block is what they need of memory."""
+
+    chunk_tokens: int = CHUNK_TOKENS  # response tokens of a block
+    chunk_vocabulary: int = CHUNK_VOCABULARY  # words of a block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How sequences lie in a forward pass, and the blocks of their log-probs."""
+
+    packed: bool = False  # one row without padding; `prepare_for_packing` comes first
+    share_prompts: bool = True  # of packed rows: a prompt's tokens once for all its responses
+    chunk_tokens: int = CHUNK_TOKENS  # see LogprobsConfig
+    chunk_vocabulary: int = CHUNK_VOCABULARY
+
+
+PADDED = Layout()
+
+
+def prepare_for_packing(
+    model: PreTrainedModel, attention: str, *, autocast: torch.dtype | None = None
+) -> None:
+    """Makes a model read packed rows, and checks on a few tokens that it reads them right.
+
+    Its other uses (padded batches, generation) stay as they were.
+
+    Args:
+        attention: see `packing.set_attention`.
+        autocast: dtype that its forward passes will run in.
+
+    Raises:
+        ValueError: this kind of model, or of attention, can't do it.
+    """
+    set_attention(model, attention, autocast=autocast)
+    if head_options(model) is None:
+        raise ValueError(
+            f"{model.config.model_type} can't read packed rows: it does something of its own to "
+            "its logits; set trainer.packing.attention=off"
+        )
+    with _autocast(model.device, autocast):
+        check_packing(model)
+
+
 def response_logprobs(
     model: PreTrainedModel,
     prompts: Sequence[np.ndarray],
@@ -193,18 +243,81 @@ def response_logprobs(
     *,
     temperature: float,
     autocast: torch.dtype | None = None,
+    layout: Layout = PADDED,
 ) -> Tensor:
     """Log-probs of the response tokens under `model` at `temperature`, float32 [N] (nats).
 
-    Logits exist for response positions alone. With `autocast` the forward pass runs in that dtype;
-    the log-softmax is always float32.
+    With `autocast` the forward pass runs in that dtype; the log-softmax is always float32.
+    """
+    logprobs, _ = logprobs_and_entropies(
+        model,
+        prompts,
+        responses,
+        temperature=temperature,
+        autocast=autocast,
+        layout=layout,
+        entropy=False,
+    )
+    return logprobs
+
+
+def logprobs_and_entropies(
+    model: PreTrainedModel,
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    *,
+    temperature: float,
+    autocast: torch.dtype | None = None,
+    layout: Layout = PADDED,
+    entropy: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """`response_logprobs`, and the entropy of the policy at each of those tokens (nats).
+
+    Returns:
+        float32 [N] twice, both differentiable; the second is None without `entropy`.
+
+    Raises:
+        ValueError: packed rows, and a model that `prepare_for_packing` has not seen.
     """
     device = next(model.parameters()).device
-    padded = pad(prompts, responses, device)
-    context = nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
-    with context:
-        logits = _logits_at(model, padded)  # [N, V]
-    return -F.cross_entropy(logits.float() / temperature, padded.targets, reduction="none")
+    head = head_options(model)
+    with _autocast(device, autocast):
+        if layout.packed:
+            assert head is not None, "prepare_for_packing refuses such a model"
+            row = pack(prompts, responses, share_prompts=layout.share_prompts, device=device)
+            hidden, targets = packed_hidden(model, row), row.targets  # [N, H], [N]
+        else:
+            batch = pad(prompts, responses, device)
+            targets = batch.targets
+            if head is None:
+                logits = model(input_ids=batch.input_ids, use_cache=False).logits
+                return _from_logits(
+                    logits[batch.rows, batch.columns], targets, temperature, entropy
+                )
+            states = model.base_model(input_ids=batch.input_ids, use_cache=False)
+            hidden = states.last_hidden_state[batch.rows, batch.columns]  # [N, H]
+        return selected_logprobs(
+            hidden,
+            targets=targets,
+            temperature=temperature,
+            chunk_tokens=layout.chunk_tokens,
+            chunk_vocabulary=layout.chunk_vocabulary,
+            entropy=entropy,
+            **head,
+        )
+
+
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def _from_logits(
+    logits: Tensor, targets: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The same from the logits [N, V] of a model whose head is not known."""
+    logprobs = F.log_softmax(logits.float() / temperature, dim=-1)  # [N, V]
+    entropies = -(logprobs.exp() * logprobs).sum(-1) if entropy else None
+    return logprobs.gather(1, targets[:, None]).squeeze(1), entropies
 
 
 @torch.no_grad()
@@ -217,8 +330,7 @@ def prompt_features(
     input_ids = np.zeros((len(prompts), int(lengths.max())), dtype=np.int64)
     for row, prompt in enumerate(prompts):
         input_ids[row, : len(prompt)] = prompt
-    context = nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
-    with context:
+    with _autocast(device, autocast):
         hidden = model.base_model(
             input_ids=torch.from_numpy(input_ids).to(device), use_cache=False
         ).last_hidden_state  # [G, L, H]
@@ -245,18 +357,32 @@ class LogZHead(torch.nn.Module):
         return self.linear(features).squeeze(-1)
 
 
-def _logits_at(model: PreTrainedModel, padded: Padded) -> Tensor:
+def head_options(model: PreTrainedModel) -> dict[str, Any] | None:
+    """What makes the model's logits of its hidden states, as keywords of `selected_logprobs`.
+
+    None: more than a linear head and a scale or cap known here. Such a model must go through its
+    own forward pass, with all its logits.
+    """
     head = model.get_output_embeddings()
-    if head is None or _rescales_logits(model.config):
-        return model(input_ids=padded.input_ids, use_cache=False).logits[
-            padded.rows, padded.columns
-        ]
-    hidden = model.base_model(input_ids=padded.input_ids, use_cache=False).last_hidden_state
-    return head(hidden[padded.rows, padded.columns])
+    config = model.config
+    scale, softcap = 1.0, None
+    if _rescales_logits(config):
+        # By type: some multiply by what others, under the same name, divide by.
+        if config.model_type in ("cohere", "cohere2"):
+            scale = config.logit_scale
+        elif config.model_type in ("granite", "granitemoe"):
+            scale = 1 / config.logits_scaling
+        elif config.model_type in ("gemma2", "gemma3_text"):
+            softcap = config.final_logit_softcapping
+        else:
+            return None
+    if not isinstance(head, torch.nn.Linear):
+        return None
+    return {"weight": head.weight, "bias": head.bias, "scale": scale, "softcap": softcap}
 
 
 def _rescales_logits(config: Any) -> bool:
-    """Models that scale or cap their logits after the head must go through their own forward."""
+    """Whether a model scales or caps its logits after the head."""
     names = (
         "final_logit_softcapping",  # Gemma
         "logits_soft_cap",  # RecurrentGemma
@@ -267,7 +393,8 @@ def _rescales_logits(config: Any) -> bool:
         "mup_width_multiplier",
         "logits_mup_width_multiplier",
     )
-    return any(getattr(config, name, None) not in (None, 1, 1.0) for name in names)
+    configs = (config, config.get_text_config())  # the second of models that read images too
+    return any(getattr(c, name, None) not in (None, 1, 1.0) for c in configs for name in names)
 
 
 def distinct(
@@ -301,24 +428,60 @@ def unique_response_logprobs(
     temperature: float,
     autocast: torch.dtype | None = None,
     tokens_per_micro_batch: int,
+    layout: Layout = PADDED,
 ) -> list[np.ndarray]:
     """Per-response log-probs without gradient, float32 [T] each; equal ones computed once."""
     first, slot_of = distinct(prompts, responses)
+    prompts, responses = [prompts[i] for i in first], [responses[i] for i in first]
     values: dict[int, np.ndarray] = {}
-    lengths = [len(prompts[i]) + len(responses[i]) for i in first]
     with torch.inference_mode():
-        for part in micro_batches(lengths, tokens_per_micro_batch):
-            items = [first[slot] for slot in part]
+        for part in split(prompts, responses, tokens_per_micro_batch, layout):
             logprobs = response_logprobs(
                 model,
-                [prompts[i] for i in items],
-                [responses[i] for i in items],
+                [prompts[i] for i in part],
+                [responses[i] for i in part],
                 temperature=temperature,
                 autocast=autocast,
+                layout=layout,
             )
-            ends = np.cumsum([len(responses[i]) for i in items])
+            ends = np.cumsum([len(responses[i]) for i in part])
             values.update(zip(part, np.split(logprobs.cpu().numpy(), ends[:-1]), strict=True))
     return [values[slot] for slot in slot_of]
+
+
+def split(
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    max_tokens: int,
+    layout: Layout,
+) -> list[list[int]]:
+    """Indices in micro-batches of at most `max_tokens`, in the packed row or with the padding.
+
+    Responses that share their prompt stay together where they fit. Padded, a sequence over the
+    limit comes alone.
+
+    Raises:
+        ValueError: a sequence is longer than a packed row may be.
+
+    >>> a, b, y = np.array([1, 2]), np.array([3]), np.array([4, 5, 6])
+    >>> split([a, b, a], [y, y, y], 6, Layout(packed=True)), split([a, b, a], [y, y, y], 6, PADDED)
+    ([[0, 2], [1]], [[1], [0], [2]])
+    """
+    if not layout.packed:
+        lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+        return list(micro_batches(lengths, max_tokens))
+    sharing: dict[Any, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        sharing.setdefault(prompt.tobytes() if layout.share_prompts else i, []).append(i)
+    pieces: list[list[int]] = []
+    sizes: list[int] = []
+    for members in sharing.values():
+        lengths = [len(responses[i]) - 1 for i in members]  # see packing.Packed
+        shared = len(prompts[members[0]])
+        for chosen in bins(lengths, max_tokens, overhead=shared):
+            pieces.append([members[j] for j in chosen])
+            sizes.append(shared + sum(lengths[j] for j in chosen))
+    return [sorted(i for j in chosen for i in pieces[j]) for chosen in bins(sizes, max_tokens)]
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

@@ -24,7 +24,7 @@ from comm import Channel, Control, Kind, Ranks
 from engine import Completion, HFEngine, Sampling, VLLMEngine
 from evaluate import completion_facts, held_out_sums, response_texts
 from metrics import IdleClock
-from model import distinct, unique_response_logprobs
+from model import PADDED, Layout, distinct, unique_response_logprobs
 from rewards import Scorer
 from tasks.task import Problem, Task
 from trajectory import Trajectory, pack
@@ -60,7 +60,7 @@ class SearcherConfig:
     )
     top_p: float = 1.0
     max_outstanding: int = 8  # messages under way to trainers before a searcher waits
-    reference_tokens_per_micro_batch: int = 8192  # padded tokens per reference forward pass
+    reference_tokens_per_micro_batch: int = 8192  # as the trainer's, in the reference's passes
     explore: ExploreConfig = field(default_factory=ExploreConfig)
 
 
@@ -86,6 +86,7 @@ class SearcherParts:
     eval_measures: bool  # whether evaluation computes what the task measures besides the reward
     max_response_tokens: int
     seed: int
+    layout: Layout = PADDED  # of the reference's forward passes
     clock: IdleClock = field(default_factory=IdleClock)
 
 
@@ -313,6 +314,7 @@ def reference_logprobs(
         temperature=cfg.temperature,
         autocast=parts.autocast,
         tokens_per_micro_batch=cfg.reference_tokens_per_micro_batch,
+        layout=parts.layout,
     )
 
 

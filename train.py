@@ -92,6 +92,22 @@ class Setup:
         return self.cfg.mode == "offline"
 
     @property
+    def autocast(self) -> torch.dtype | None:
+        """Dtype of the policy's and the reference's forward passes; None: their weights'."""
+        return torch.bfloat16 if self.cfg.trainer.precision == "bfloat16" else None
+
+    @property
+    def layout(self) -> modeling.Layout:
+        """Of the policy's and the reference's forward passes."""
+        cfg = self.cfg.trainer
+        return modeling.Layout(
+            packed=cfg.packing.attention != "off",
+            share_prompts=cfg.packing.share_prompts,
+            chunk_tokens=cfg.logprobs.chunk_tokens,
+            chunk_vocabulary=cfg.logprobs.chunk_vocabulary,
+        )
+
+    @property
     def probe_tokens(self) -> list[np.ndarray]:
         """Fixed sequences of at least two tokens, the same on every rank."""
         return [tokens for tokens in self.prompt_tokens if len(tokens) > 1][:NUM_PROBES]
@@ -171,6 +187,11 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
         UserError: a model, file or limit that does not fit, with the key to change.
     """
     device = pick_device(cfg, ranks)
+    attention = cfg.trainer.packing.attention
+    if device.type == "cpu" and attention in ("flex", "varlen"):
+        raise config.UserError(
+            f"trainer.packing.attention={attention} needs a GPU: set it to auto or segments"
+        )
     pinned = cfg.cluster.pin_cores and device.type == "cpu"
     cores = ranks.cores() if pinned else []
     try:
@@ -404,6 +425,7 @@ def build_trainer(
         started=setup.started,
         reference=load_model(setup) if cfg.trainer.reference_reset_every else None,
         log_z_head=log_z_head,
+        layout=setup.layout,
         writer=make_writer(setup, run_dir) if channel is not None else None,
         evaluator=make_evaluator(setup, control, policy) if channel is None else None,
     )
@@ -546,13 +568,24 @@ def make_buffer(setup: Setup) -> Buffer:
 
 
 def load_model(setup: Setup) -> PreTrainedModel:
-    """Policy or reference, in float32 (the forward pass may be autocast)."""
-    return modeling.load_policy(
+    """Policy or reference, in float32 (the forward pass may be autocast), ready for its layout.
+
+    Raises:
+        UserError: this kind of model can't read packed rows.
+    """
+    model = modeling.load_policy(
         setup.path,
         device=setup.device,
         dtype=torch.float32,
         trust_remote_code=setup.cfg.model.trust_remote_code,
     )
+    if setup.layout.packed:
+        attention = setup.cfg.trainer.packing.attention
+        try:
+            modeling.prepare_for_packing(model, attention, autocast=setup.autocast)
+        except ValueError as error:
+            raise config.UserError(f"trainer.packing: {error}") from error
+    return model
 
 
 def engine_options(setup: Setup) -> EngineOptions:
@@ -610,7 +643,8 @@ def build_searcher(setup: Setup, control: Control, channel: Channel) -> Searcher
         channel=channel,
         engine=engine,
         reference=reference,
-        autocast=torch.bfloat16 if cfg.trainer.precision == "bfloat16" else None,
+        autocast=setup.autocast,
+        layout=setup.layout,
         tokenizer=setup.tokenizer,
         task=setup.task,
         scorer=scorer,

@@ -33,8 +33,16 @@ from evaluate import EvalConfig, held_out_sums
 from gradient import accumulate_gradient, step_stats, sum_over_trainers
 from losses import LossOutput
 from metrics import IdleClock, Metrics, draw_figure, write_rollouts, write_summary
-from model import LogZHead, response_logprobs, unique_response_logprobs
+from model import (
+    PADDED,
+    Layout,
+    LogprobsConfig,
+    LogZHead,
+    response_logprobs,
+    unique_response_logprobs,
+)
 from offline import TrajectoryWriter
+from packing import PackingConfig
 from rewards import FAILURES, Scorer
 from schedules import beta_at, lr_at
 from tasks.task import Problem, Task
@@ -78,7 +86,11 @@ class TrainerConfig:
     adam_betas: tuple[float, float] = (0.9, 0.99)
     max_grad_norm: float | None = 1.0
     precision: str = "float32"  # float32 | bfloat16 (forward pass; weights stay float32)
-    tokens_per_micro_batch: int = 16384  # padded tokens in one forward and backward pass
+    # Most tokens in one forward and backward pass: those of a packed row, which must hold the
+    # longest prompt and its response; with trainer.packing.attention=off, padding included
+    tokens_per_micro_batch: int = 16384
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    logprobs: LogprobsConfig = field(default_factory=LogprobsConfig)
     gradient_checkpointing: bool = False
     publish_every: int = 1  # k: steps between two publications of the weights
     # Steps after which the reference becomes the current policy (the paper's TBA', rho); 0: never.
@@ -111,6 +123,7 @@ class TrainerParts:
     reference: PreTrainedModel | None = None  # where trainers compute its log-probs themselves
     reference_version: int = 0  # weights version that the reference is
     log_z_head: LogZHead | None = None
+    layout: Layout = PADDED  # of the policy's and the reference's forward passes
     writer: TrajectoryWriter | None = None  # keeps every trajectory that arrives
     evaluator: Evaluator | None = None  # mode=offline
     clock: IdleClock = field(default_factory=IdleClock)
@@ -393,6 +406,7 @@ def complete_reference(cfg: TrainerConfig, parts: TrainerParts, groups: Sequence
             temperature=parts.temperature,
             autocast=torch.bfloat16 if cfg.precision == "bfloat16" else None,
             tokens_per_micro_batch=cfg.tokens_per_micro_batch,
+            layout=parts.layout,
         )
         for (_, t), values in zip(lacking, logprobs, strict=True):
             t.reference_logprobs = values
@@ -426,6 +440,7 @@ def update_policy(
             tokens_per_micro_batch=cfg.tokens_per_micro_batch,
             stats=stats,
             log_z_head=parts.log_z_head,
+            layout=parts.layout,
         )
     with parts.clock.busy("optimizer"):
         trained = [p for settings in parts.optimizer.param_groups for p in settings["params"]]

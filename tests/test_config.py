@@ -78,6 +78,17 @@ def complaint(cfg: DictConfig, world_size: int = 2) -> str:
         (["mode=offline", "data=[a.jsonl,b.traj]", "searcher.responses_per_prompt=2"], 7),
         (["buffer.recency_prob_final=0", "buffer.max_staleness=9", "loss=tb_learned_z"], 2),
         (["searcher.explore.temperature_prob=0.3", "searcher.explore.temperature_high=2"], 2),
+        (["trainer.packing.attention=off", "trainer.tokens_per_micro_batch=1"], 2),
+        (["trainer.packing.attention=varlen", "trainer.precision=bfloat16"], 2),
+        (["trainer.packing.attention=segments", "trainer.packing.share_prompts=false"], 2),
+        (  # as many as the longest prompt and response have
+            ["trainer.tokens_per_micro_batch=13", "searcher.reference_tokens_per_micro_batch=13"],
+            2,
+        ),
+        (  # searchers then have no reference
+            ["trainer.reference_reset_every=9", "searcher.reference_tokens_per_micro_batch=1"],
+            2,
+        ),
         (["task.long_prompts=drop", "rewards.penalty=-1", "rewards.num_workers=0"], 2),
     ],
 )
@@ -172,6 +183,34 @@ MISTAKES = [
     (["trainer.lr.kind=cosine"], 2, ["trainer.lr.kind='cosine'", "wsd, linear, constant"]),
     (["trainer.lr.min_ratio=2"], 2, ["trainer.lr.min_ratio=2", "between 0.0 and 1.0"]),
     (["trainer.precision=fp16"], 2, ["trainer.precision='fp16'", "float32, bfloat16"]),
+    (["trainer.packing.attention=paged"], 2, ["trainer.packing.attention='paged'", "segments"]),
+    (["trainer.packing.attention=false"], 2, ["trainer.packing.attention", '"off" in quotes']),
+    (
+        ["trainer.packing.attention=varlen", "trainer.precision=float32"],
+        2,
+        ["trainer.packing.attention=varlen", "trainer.precision=bfloat16", "flex"],
+    ),
+    (["trainer.logprobs.chunk_tokens=0"], 2, ["trainer.logprobs.chunk_tokens=0", "positive"]),
+    (
+        ["trainer.logprobs.chunk_vocabulary=0"],
+        2,
+        ["trainer.logprobs.chunk_vocabulary=0", "positive"],
+    ),
+    (
+        ["trainer.tokens_per_micro_batch=12"],
+        2,
+        ["trainer.tokens_per_micro_batch=12", "task.max_response_tokens = 13", "to 13 or more"],
+    ),
+    (
+        ["searcher.reference_tokens_per_micro_batch=12"],
+        2,
+        ["searcher.reference_tokens_per_micro_batch=12", "= 13", "to 13 or more"],
+    ),
+    (
+        ["mode=offline", "data=runs/a", "trainer.tokens_per_micro_batch=12"],
+        2,
+        ["trainer.tokens_per_micro_batch=12", "to 13 or more"],
+    ),
     (["engine.name=sglang"], 2, ["engine.name='sglang'", "vllm or hf"]),
     (["engine.dtype=int8"], 2, ["engine.dtype='int8'", "float16"]),
     (["cluster.device=tpu"], 2, ["cluster.device='tpu'", "cuda"]),

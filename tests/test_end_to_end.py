@@ -122,6 +122,31 @@ def test_one_process_learns_in_lockstep(tmp_path, random_model):
     assert summary["staleness_max"] == 0  # on-policy, every response of it
 
 
+def test_packed_rows_change_no_loss(tmp_path, random_model):
+    """The fixed-seed losses of lock-step training, step by step, are those of padded batches."""
+    losses = {}
+    for attention in ("off", "auto"):
+        done = run(
+            0,
+            *FAST,
+            "engine=hf",
+            "mode=sync",
+            "trainer.steps=6",
+            "trainer.tokens_per_micro_batch=100",  # several micro-batches
+            "eval.num_problems=4",
+            f"trainer.packing.attention={attention}",
+            f"model.path={random_model}",
+            f"run.root={tmp_path}",
+            f"run.name={attention}",
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / attention / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        losses[attention] = [r["loss/total"] for r in records if "loss/total" in r]
+    assert len(set(losses["off"])) == 6
+    assert losses["auto"] == pytest.approx(losses["off"], rel=0, abs=1e-5)
+
+
 @pytest.mark.slow
 def test_lockstep_over_ranks_is_on_policy(tmp_path, random_model):
     summary = learns(tmp_path, random_model, 3, "engine=hf", "mode=sync", "loss=rloo")

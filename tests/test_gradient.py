@@ -20,15 +20,30 @@ from gradient import (
     whole_group_micro_batches,
 )
 from losses import LossOutput, dgpo, rloo, tb_learned_z, tb_vargrad
-from model import LogZHead, load_policy, prompt_features, response_logprobs
+from model import (
+    PADDED,
+    Layout,
+    LogZHead,
+    load_policy,
+    prepare_for_packing,
+    prompt_features,
+    response_logprobs,
+)
+from packing import num_tokens
 from trajectory import StepStats, Trajectory
 
 TEMPERATURE = 0.7
 BETA = 0.5
 GROUP_SIZES = [3, 2, 6, 4, 2]
-EVERYTHING = 100_000  # padded tokens a micro-batch: one micro-batch
-SOME_GROUPS = 120  # whole groups, several micro-batches
-LESS_THAN_A_GROUP = 30  # larger groups in two passes
+EVERYTHING = 100_000  # tokens a micro-batch: one micro-batch
+SOME_GROUPS = 120  # padded tokens: whole groups, several micro-batches
+LESS_THAN_A_GROUP = 30  # larger groups in two passes, packed or padded
+LONGEST = (
+    17  # as many packed tokens as the longest prompt and response have: no shorter is possible
+)
+SHARED = Layout(packed=True)
+UNSHARED = Layout(packed=True, share_prompts=False, chunk_tokens=20, chunk_vocabulary=9)
+LAYOUTS = {"padded": PADDED, "shared": SHARED, "unshared": UNSHARED}
 
 OBJECTIVES: dict[str, Callable[..., LossOutput]] = {
     "tb_vargrad": tb_vargrad,
@@ -39,15 +54,19 @@ OBJECTIVES: dict[str, Callable[..., LossOutput]] = {
 
 
 def load(path: str) -> torch.nn.Module:
-    return load_policy(path, device=torch.device("cpu"), dtype=torch.float32)
+    """A policy that reads packed rows too."""
+    policy = load_policy(path, device=torch.device("cpu"), dtype=torch.float32)
+    prepare_for_packing(policy, "auto")
+    return policy
 
 
-def make_groups(seed: int = 0) -> list[Group]:
+def make_groups(seed: int = 0, response_lengths: list[list[int]] | None = None) -> list[Group]:
     rng = np.random.default_rng(seed)
     groups = []
-    for prompt_id, size in enumerate(GROUP_SIZES):
+    for prompt_id, given in enumerate(response_lengths or [None] * len(GROUP_SIZES)):
         (prompt,) = tiny.random_tokens(rng, [int(rng.integers(1, 8))])
-        lengths = rng.integers(1, 12, size=size).tolist()
+        size = GROUP_SIZES[prompt_id] if given is None else len(given)
+        lengths = rng.integers(1, 12, size=size).tolist() if given is None else given
         trajectories = [
             Trajectory(
                 prompt_id=prompt_id,
@@ -83,6 +102,7 @@ def step(
     tokens_per_micro_batch: int,
     stats: StepStats | None = None,
     log_z_head: LogZHead | None = None,
+    layout: Layout = SHARED,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     policy.zero_grad()
     sums = accumulate_gradient(
@@ -95,6 +115,7 @@ def step(
         tokens_per_micro_batch=tokens_per_micro_batch,
         stats=step_stats(make_groups(), None, torch.device("cpu")) if stats is None else stats,
         log_z_head=log_z_head,
+        layout=layout,
     )
     return flat_gradient(policy), sums
 
@@ -141,10 +162,11 @@ def plain_loss(policy: torch.nn.Module, groups: list[Group], objective: str) -> 
     return sum(losses) / len(groups)
 
 
+@pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("name", ["tb_vargrad", "tb_vargrad as printed", "rloo"])
-def test_loss_and_gradient_equal_the_formula(tiny_llama: str, name: str) -> None:
+def test_loss_and_gradient_equal_the_formula(tiny_llama: str, name: str, layout: str) -> None:
     policy, groups = load(tiny_llama), make_groups()
-    got = step(policy, groups, OBJECTIVES[name], EVERYTHING)
+    got = step(policy, groups, OBJECTIVES[name], EVERYTHING, layout=LAYOUTS[layout])
     policy.zero_grad()
     loss = plain_loss(policy, groups, name)
     loss.backward()
@@ -154,23 +176,108 @@ def test_loss_and_gradient_equal_the_formula(tiny_llama: str, name: str) -> None
 
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
-@pytest.mark.parametrize("tokens_per_micro_batch", [SOME_GROUPS, LESS_THAN_A_GROUP, 1])
+@pytest.mark.parametrize(
+    ("tokens_per_micro_batch", "layout"),
+    [
+        *((limit, "padded") for limit in (SOME_GROUPS, LESS_THAN_A_GROUP, 1)),
+        *((limit, "shared") for limit in (SOME_GROUPS, LESS_THAN_A_GROUP, LONGEST)),
+        *((limit, "unshared") for limit in (SOME_GROUPS, LESS_THAN_A_GROUP, LONGEST)),
+    ],
+)
 def test_any_split_gives_the_same_step(
-    tiny_llama: str, name: str, tokens_per_micro_batch: int
+    tiny_llama: str, name: str, tokens_per_micro_batch: int, layout: str
 ) -> None:
     policy, groups = load(tiny_llama), make_groups()
-    whole = step(policy, groups, OBJECTIVES[name], EVERYTHING)
-    split = step(policy, groups, OBJECTIVES[name], tokens_per_micro_batch)
+    whole = step(policy, groups, OBJECTIVES[name], EVERYTHING, layout=PADDED)
+    split = step(policy, groups, OBJECTIVES[name], tokens_per_micro_batch, layout=LAYOUTS[layout])
     assert_same(split, whole)
 
 
+@pytest.mark.parametrize("layout", ["shared", "unshared"])
+@pytest.mark.parametrize("limit", [EVERYTHING, LESS_THAN_A_GROUP])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "neox", "qwen2"])
+def test_a_packed_step_equals_a_padded_one(
+    tiny_models: dict[str, str], model: str, limit: int, layout: str
+) -> None:
+    policy, groups = load(tiny_models[model]), make_groups()
+    padded = step(policy, groups, tb_vargrad, EVERYTHING, layout=PADDED)
+    assert_same(step(policy, groups, tb_vargrad, limit, layout=LAYOUTS[layout]), padded)
+
+
+@pytest.mark.parametrize("layout", ["shared", "unshared"])
+@pytest.mark.parametrize("limit", [62, 70, EVERYTHING])
+def test_one_huge_and_many_tiny_responses(tiny_llama: str, limit: int, layout: str) -> None:
+    """The huge one fills a micro-batch, so that its group is taken in two passes."""
+    policy = load(tiny_llama)
+    groups = make_groups(response_lengths=[[1, 55, 2, 1, 3, 1], [1] * 9, [2, 1], [30, 1, 28]])
+    stats = step_stats(groups, None, torch.device("cpu"))
+    padded = step(policy, groups, tb_vargrad, EVERYTHING, stats, layout=PADDED)
+    packed = step(policy, groups, tb_vargrad, limit, stats, layout=LAYOUTS[layout])
+    assert_same(packed, padded)
+
+
+def test_a_response_over_the_limit_is_refused_before_any_gradient(tiny_llama: str) -> None:
+    policy = load(tiny_llama)
+    groups = make_groups(response_lengths=[[1, 2, 1], [1, 40]])
+    needed = len(groups[1].trajectories[0].prompt_tokens) + 39
+    with pytest.raises(ValueError, match=f"set trainer.tokens_per_micro_batch={needed} or more"):
+        step(policy, groups, tb_vargrad, needed - 1)
+    assert all(p.grad is None for p in policy.parameters())
+    step(policy, groups, tb_vargrad, needed, step_stats(groups, None, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("limit", [EVERYTHING, LESS_THAN_A_GROUP])
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_equal_responses_are_computed_once(
+    tiny_llama: str, monkeypatch: pytest.MonkeyPatch, layout: str, limit: int
+) -> None:
+    policy, groups = load(tiny_llama), make_groups()
+    for group in groups:  # every second response repeats the one before it, reward aside
+        for one, other in zip(group.trajectories[::2], group.trajectories[1::2], strict=False):
+            other.response_tokens = one.response_tokens
+            other.reference_logprobs = one.reference_logprobs
+            other.old_logprobs = one.old_logprobs
+            other.behavior_logprobs = one.behavior_logprobs
+    seen: list[tuple[bytes, bytes]] = []
+
+    def recording(model, prompts, responses, **options):
+        if torch.is_grad_enabled():
+            pairs = zip(prompts, responses, strict=True)
+            seen.extend((p.tobytes(), r.tobytes()) for p, r in pairs)
+        return response_logprobs(model, prompts, responses, **options)
+
+    monkeypatch.setattr(gradient, "response_logprobs", recording)
+    got = step(policy, groups, tb_vargrad, limit, layout=LAYOUTS[layout])
+    assert len(seen) == len(set(seen)) == sum(-(-size // 2) for size in GROUP_SIZES)
+    policy.zero_grad()
+    loss = plain_loss(policy, groups, "tb_vargrad")
+    loss.backward()
+    assert_same(
+        (got[0], {"loss": got[1]["loss/total"]}), (flat_gradient(policy), {"loss": loss.item()})
+    )
+
+
 @pytest.mark.parametrize(
-    ("tokens_per_micro_batch", "with_gradient", "without"),
-    [(EVERYTHING, 1, False), (SOME_GROUPS, 3, False), (LESS_THAN_A_GROUP, 13, True), (1, 17, True)],
+    ("layout", "tokens_per_micro_batch", "with_gradient", "without"),
+    [
+        ("padded", EVERYTHING, 1, False),
+        ("padded", SOME_GROUPS, 3, False),
+        ("padded", LESS_THAN_A_GROUP, 13, True),
+        ("padded", 1, 17, True),
+        ("shared", EVERYTHING, 1, False),
+        ("shared", SOME_GROUPS, 2, False),
+        ("shared", LESS_THAN_A_GROUP, 6, True),
+        ("shared", LONGEST, 11, True),
+        ("unshared", EVERYTHING, 1, False),
+        ("unshared", SOME_GROUPS, 2, False),
+        ("unshared", LESS_THAN_A_GROUP, 9, True),
+        ("unshared", LONGEST, 15, True),
+    ],
 )
 def test_the_splits_are_what_their_names_say(
     tiny_llama: str,
     monkeypatch: pytest.MonkeyPatch,
+    layout: str,
     tokens_per_micro_batch: int,
     with_gradient: int,
     without: bool,
@@ -181,12 +288,17 @@ def test_the_splits_are_what_their_names_say(
 
     def counting(model, prompts, responses, **options):
         passes.append(torch.is_grad_enabled())
-        longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-        assert len(prompts) == 1 or longest * len(prompts) <= tokens_per_micro_batch
+        if layout == "padded":
+            longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+            assert len(prompts) == 1 or longest * len(prompts) <= tokens_per_micro_batch
+        else:
+            tokens = num_tokens(prompts, responses, share_prompts=layout == "shared")
+            assert tokens <= tokens_per_micro_batch
+        assert options["layout"] == LAYOUTS[layout]
         return response_logprobs(model, prompts, responses, **options)
 
     monkeypatch.setattr(gradient, "response_logprobs", counting)
-    step(policy, groups, tb_vargrad, tokens_per_micro_batch)
+    step(policy, groups, tb_vargrad, tokens_per_micro_batch, layout=LAYOUTS[layout])
     assert (passes.count(True), False in passes) == (with_gradient, without)
 
 
@@ -221,12 +333,23 @@ def test_sums_over_tokens(tiny_llama: str) -> None:
     assert sums["policy/logprob_drift"] == pytest.approx(abs(logprobs - old).sum(), rel=1e-5)
 
 
-def test_micro_batches_keep_groups_whole() -> None:
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_micro_batches_keep_groups_whole(layout: str) -> None:
     groups = make_groups()
-    for limit in (1, LESS_THAN_A_GROUP, SOME_GROUPS, 200, EVERYTHING):
-        parts = list(whole_group_micro_batches(groups, limit))
+    for limit in (1, LESS_THAN_A_GROUP, 50, SOME_GROUPS, 200, EVERYTHING):
+        parts = whole_group_micro_batches(groups, limit, LAYOUTS[layout])
         flat = [group.prompt_id for part in parts for group in part]
         assert sorted(flat) == list(range(len(groups)))
+        if layout != "padded":
+            for part in parts:
+                trajectories = [t for group in part for t in group.trajectories]
+                tokens = num_tokens(
+                    [t.prompt_tokens for t in trajectories],
+                    [t.response_tokens for t in trajectories],
+                    share_prompts=layout == "shared",
+                )
+                assert len(part) == 1 or tokens <= limit
+            continue
         for part in parts:
             sequences = [
                 len(t.prompt_tokens) + len(t.response_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from pathlib import Path
 
@@ -12,29 +13,51 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from transformers import LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma3TextConfig,
+    GraniteMoeConfig,
+    HyperCLOVAXConfig,
+    LlamaConfig,
+    PretrainedConfig,
+)
 
 import model as modeling
 from model import (
+    PADDED,
+    Layout,
     empty_model,
+    head_options,
     load_policy,
     load_tokenizer,
+    logprobs_and_entropies,
     micro_batches,
     pad,
+    prepare_for_packing,
     response_logprobs,
+    split,
     stop_token_ids,
     unique_response_logprobs,
 )
+from packing import num_tokens
 from weights import manifest, named_weights
 
 CPU = torch.device("cpu")
 PROMPT_LENGTHS = [1, 7, 3, 12, 5]
 RESPONSE_LENGTHS = [9, 1, 4, 6, 2]
-RESCALED = ["cohere", "granite", "gemma2", "falcon-h1"]
+OWN_LOGITS = ["falcon-h1"]
+UNPACKABLE = ["gemma2", "falcon-h1"]  # their attention caps its scores; they carry a state along
+PACKED = Layout(packed=True)
+# Blocks that divide neither the tokens nor the vocabulary
+SMALL_BLOCKS = Layout(packed=True, share_prompts=False, chunk_tokens=5, chunk_vocabulary=7)
 
 
-def load(path: str) -> torch.nn.Module:
-    return load_policy(path, device=CPU, dtype=torch.float32)
+def load(path: str, layout: Layout = PADDED) -> torch.nn.Module:
+    model = load_policy(path, device=CPU, dtype=torch.float32)
+    if layout.packed:
+        prepare_for_packing(model, "auto")
+    return model
 
 
 def samples(seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -48,14 +71,26 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", list(tiny.SAVERS))
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, id=f"{name}-{kind}")
+        for name in tiny.SAVERS
+        for kind, layout in {
+            "padded": PADDED,
+            "packed": PACKED,
+            "small-blocks": SMALL_BLOCKS,
+        }.items()
+        if not (layout.packed and name in UNPACKABLE)
+    ],
+)
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_padded_logprobs_and_gradients_equal_one_by_one(
-    tiny_models: dict[str, str], name: str, temperature: float
+def test_logprobs_and_gradients_equal_one_by_one(
+    tiny_models: dict[str, str], name: str, layout: Layout, temperature: float
 ) -> None:
-    model = load(tiny_models[name])
+    model = load(tiny_models[name], layout)
     prompts, responses = samples()
-    got = response_logprobs(model, prompts, responses, temperature=temperature)
+    got = response_logprobs(model, prompts, responses, temperature=temperature, layout=layout)
     want = torch.cat(
         [
             tiny.plain_logprobs(model, p, r, temperature)
@@ -77,18 +112,100 @@ def test_padded_logprobs_and_gradients_equal_one_by_one(
 
 
 @pytest.mark.parametrize("name", list(tiny.SAVERS))
-def test_other_models_take_logits_at_responses_alone(
-    tiny_models: dict[str, str], name: str
+def test_logits_are_computed_in_blocks_and_at_responses_alone(
+    tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """But for models whose own forward pass must be trusted with them."""
     model = load(tiny_models[name])
-    rows: list[int] = []
+    whole: list[int] = []
     model.get_output_embeddings().register_forward_hook(
-        lambda module, args, output: rows.append(output.numel() // output.shape[-1])
+        lambda module, args, output: whole.append(output.numel() // output.shape[-1])
     )
+    in_blocks: list[tuple[int, int, int]] = []
+
+    def recording(hidden, **options):
+        in_blocks.append((len(hidden), options["chunk_tokens"], options["chunk_vocabulary"]))
+        return selected_logprobs(hidden, **options)
+
+    selected_logprobs = modeling.selected_logprobs
+    monkeypatch.setattr(modeling, "selected_logprobs", recording)
     prompts, responses = samples()
-    response_logprobs(model, prompts, responses, temperature=1.0)
+    layout = Layout(chunk_tokens=3, chunk_vocabulary=9)
+    response_logprobs(model, prompts, responses, temperature=1.0, layout=layout)
     padded = len(prompts) * max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-    assert rows == [padded if name in RESCALED else sum(RESPONSE_LENGTHS)]
+    if name in OWN_LOGITS:
+        assert (whole, in_blocks) == ([padded], [])
+    else:
+        assert (whole, in_blocks) == ([], [(sum(RESPONSE_LENGTHS), 3, 9)])
+
+
+_SHAPE = {
+    "vocab_size": tiny.VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "known"),
+    [
+        (Cohere2Config(**_SHAPE, logit_scale=0.5), True),
+        (GraniteMoeConfig(**_SHAPE, num_local_experts=2, logits_scaling=2.0), True),
+        (Gemma3TextConfig(**_SHAPE, head_dim=16, final_logit_softcapping=1.5), True),
+        (HyperCLOVAXConfig(**_SHAPE, logits_scaling=2.0), False),  # Granite's name, but multiplies
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_other_models_that_rescale_their_logits(config: PretrainedConfig, known: bool) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        tiny.perturb(model, 0.2)
+    assert (head_options(model) is not None) is known
+    prompts, responses = samples()
+    got = response_logprobs(model, prompts, responses, temperature=0.7)
+    pairs = list(zip(prompts, responses, strict=True))
+    want = torch.cat([tiny.plain_logprobs(model, p, r, 0.7) for p, r in pairs])
+    assert want.std() > 0.2, "the model is too flat to tell mistakes"
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+def test_a_model_with_logits_of_its_own_is_not_packed(tiny_llama: str) -> None:
+    model = load(tiny_llama)
+    model.config.logit_scale = 0.5
+    with pytest.raises(ValueError, match="its logits.*trainer.packing.attention=off"):
+        prepare_for_packing(model, "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama", PACKED), ("cohere", PACKED), ("gemma2", PADDED), ("falcon-h1", PADDED)],
+)
+def test_entropies_equal_the_formula(
+    tiny_models: dict[str, str], name: str, layout: Layout
+) -> None:
+    model = load(tiny_models[name], layout)
+    prompts, responses = samples()
+    options = {"temperature": 0.7, "layout": layout}
+    logprobs, entropies = logprobs_and_entropies(model, prompts, responses, **options)
+    want = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        tokens = torch.tensor([*prompt.tolist(), *response.tolist()])
+        logits = model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1].double()
+        p = torch.softmax(logits / 0.7, dim=-1)
+        want.append(-(p * p.log()).sum(-1))
+    assert torch.cat(want).std() > 0.05
+    torch.testing.assert_close(entropies.double(), torch.cat(want), rtol=0, atol=1e-5)
+    mine = gradients(model, entropies.sum())
+    plain = gradients(model, torch.cat(want).sum())
+    unit = max(g.abs().max() for g in plain.values())
+    assert all(float((mine[n] - g).abs().max() / unit) < 1e-5 for n, g in plain.items())
+    assert torch.equal(logprobs, response_logprobs(model, prompts, responses, **options))
+    assert logprobs_and_entropies(model, prompts, responses, **options, entropy=False)[1] is None
 
 
 def test_temperature_divides_logits_before_the_softmax(tiny_llama: str) -> None:
@@ -151,9 +268,14 @@ def test_a_prompt_without_tokens_is_refused() -> None:
 # --------------------------------------------------------------------------- unique responses
 
 
-@pytest.mark.parametrize("tokens_per_micro_batch", [1, 40, 10_000])
-def test_unique_logprobs_equal_plain_ones(tiny_llama: str, tokens_per_micro_batch: int) -> None:
-    model = load(tiny_llama)
+@pytest.mark.parametrize(
+    ("tokens_per_micro_batch", "layout"),
+    [(1, PADDED), (40, PADDED), (10_000, PADDED), (17, PACKED), (40, PACKED), (10_000, PACKED)],
+)
+def test_unique_logprobs_equal_plain_ones(
+    tiny_llama: str, tokens_per_micro_batch: int, layout: Layout
+) -> None:
+    model = load(tiny_llama, layout)
     prompts, responses = samples()
     order = np.random.default_rng(3).integers(0, len(prompts), size=40)
     got = unique_response_logprobs(
@@ -162,6 +284,7 @@ def test_unique_logprobs_equal_plain_ones(tiny_llama: str, tokens_per_micro_batc
         [responses[i] for i in order],
         temperature=0.7,
         tokens_per_micro_batch=tokens_per_micro_batch,
+        layout=layout,
     )
     for i, logprobs in zip(order, got, strict=True):
         want = tiny.plain_logprobs(model, prompts[i], responses[i], 0.7).detach().numpy()
@@ -212,6 +335,58 @@ def test_micro_batches_are_a_partition_within_the_limit(
     for left, right in zip(batches, batches[1:], strict=False):
         assert max(lengths[i] for i in left) <= min(lengths[i] for i in right)
         assert lengths[right[0]] * (len(left) + 1) > max_tokens, "a batch was closed too early"
+
+
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 20), min_size=1, max_size=6)),
+        max_size=6,
+    ),
+    slack=st.integers(0, 60),
+    share_prompts=st.booleans(),
+)
+def test_packed_micro_batches_are_a_partition_within_the_limit(
+    groups: list[tuple[int, list[int]]], slack: int, share_prompts: bool
+) -> None:
+    layout = Layout(packed=True, share_prompts=share_prompts)
+    pairs = [
+        (np.full(width, number), np.full(length, 7))
+        for number, (width, lengths) in enumerate(groups)
+        for length in lengths
+    ]
+    pairs = pairs[::2] + pairs[1::2]  # responses to one prompt need not lie side by side
+    prompts, responses = [p for p, _ in pairs], [r for _, r in pairs]
+
+    def size(chosen: list[int]) -> int:
+        p, r = [prompts[i] for i in chosen], [responses[i] for i in chosen]
+        return num_tokens(p, r, share_prompts=share_prompts)
+
+    limit = max((len(p) + len(r) - 1 for p, r in pairs), default=1) + slack
+    batches = split(prompts, responses, limit, layout)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(pairs)))
+    assert all(size(batch) <= limit for batch in batches)
+    whole = list(range(len(pairs)))
+    if pairs and size(whole) <= limit:
+        assert batches == [whole]
+    if share_prompts:
+        for number in range(len(groups)):
+            group = [i for i in whole if prompts[i][0] == number and groups[number][0]]
+            if group and size(group) <= limit:
+                assert any(set(group) <= set(batch) for batch in batches)
+
+
+def test_a_response_longer_than_a_packed_micro_batch_names_the_number_to_set() -> None:
+    prompts, responses = [np.arange(5), np.arange(5)], [np.arange(3), np.arange(40)]
+    for share_prompts in (False, True):
+        layout = Layout(packed=True, share_prompts=share_prompts)
+        with pytest.raises(ValueError, match="trainer.tokens_per_micro_batch=44 or more"):
+            split(prompts, responses, 43, layout)
+        assert split(prompts, responses, 44, layout) == [[1], [0]]
+
+
+def test_examples_in_docstrings() -> None:
+    results = doctest.testmod(modeling)
+    assert results.failed == 0 and results.attempted >= 7
 
 
 # --------------------------------------------------------------------------- opening a model
@@ -282,16 +457,21 @@ def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_without_dropout_train_mode_and_checkpointing_change_nothing(tiny_gpt2: str) -> None:
-    model = load(tiny_gpt2)
+@pytest.mark.parametrize("layout", [PADDED, PACKED], ids=["padded", "packed"])
+def test_without_dropout_train_mode_and_checkpointing_change_nothing(
+    tiny_gpt2: str, layout: Layout
+) -> None:
+    model = load(tiny_gpt2, layout)
     prompts, responses = [np.array([5, 6, 7], np.int32)], [np.array([8, 9, 4], np.int32)]
-    want = modeling.response_logprobs(model, prompts, responses, temperature=0.7)
+    options = {"temperature": 0.7, "layout": layout}
+    want = modeling.response_logprobs(model, prompts, responses, **options)
     model.train()
-    dropped = modeling.response_logprobs(model, prompts, responses, temperature=0.7)
-    assert not torch.equal(dropped, want)  # this model has dropout
+    if not layout.packed:
+        dropped = modeling.response_logprobs(model, prompts, responses, **options)
+        assert not torch.equal(dropped, want)  # this model has dropout
     modeling.disable_dropout(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    got = modeling.response_logprobs(model, prompts, responses, temperature=0.7)
+    got = modeling.response_logprobs(model, prompts, responses, **options)
     torch.testing.assert_close(got, want)
     got.sum().backward()
     assert all(p.grad is not None for p in model.parameters())

@@ -15,7 +15,13 @@ import torch
 import searcher
 from comm import Kind, Ranks
 from engine import Completion, EngineConfig, EngineOptions, HFEngine, Sampling
-from model import load_policy, load_tokenizer, response_logprobs
+from model import (
+    Layout,
+    load_policy,
+    load_tokenizer,
+    prepare_for_packing,
+    response_logprobs,
+)
 from rewards import LocalScorer, RewardConfig, RewardWorkers, Scored
 from searcher import ExploreConfig, SearcherConfig, SearcherParts, explored, score, search
 from trajectory import Trajectory, check, unpack
@@ -386,6 +392,25 @@ def test_top_p_of_every_generation_makes_two_distributions(tiny_llama: str) -> N
         assert t.old_logprobs is not t.behavior_logprobs
         want = logprobs(parts.reference, t, 0.7)
         np.testing.assert_allclose(t.old_logprobs, want, rtol=0, atol=2e-5)
+
+
+def test_the_reference_reads_packed_rows(tiny_llama: str) -> None:
+    cfg = SearcherConfig(temperature=0.7)
+    sampling = Sampling(n=4, temperature=0.7, max_tokens=8)
+    reference = load_policy(tiny_llama, device=CPU, dtype=torch.float32)
+    prepare_for_packing(reference, "auto")
+    rows: list[int] = []
+    hook = reference.base_model.register_forward_pre_hook(
+        lambda module, args, options: rows.append(len(options["input_ids"])), with_kwargs=True
+    )
+    _, trajectories = generated(
+        tiny_llama, cfg, sampling, reference=reference, layout=Layout(packed=True)
+    )
+    hook.remove()
+    assert rows == [1]
+    for t in trajectories:
+        want = logprobs(reference, t, 0.7)
+        np.testing.assert_allclose(t.reference_logprobs, want, rtol=0, atol=2e-5)
 
 
 def test_without_a_reference_its_logprobs_are_nan(tiny_llama: str) -> None:

@@ -13,7 +13,7 @@ from tiny import perturb
 
 import trainer
 from buffer import Buffer, uniform
-from model import load_policy, response_logprobs
+from model import Layout, load_policy, prepare_for_packing, response_logprobs
 from schedules import linear_at
 from trainer import TrainerConfig, TrainerParts, complete_reference, draw, reset_reference
 from trajectory import Trajectory
@@ -108,6 +108,22 @@ def test_missing_reference_log_probs_are_computed_once(tiny_llama, monkeypatch):
             np.testing.assert_allclose(
                 t.reference_logprobs, expected(parts.reference, t), atol=1e-5
             )
+
+
+def test_the_reference_is_laid_out_as_the_policy(tiny_llama):
+    parts = make_parts(tiny_llama)
+    parts.layout = Layout(packed=True, chunk_tokens=3)
+    prepare_for_packing(parts.reference, "auto")
+    rows: list[torch.Size] = []
+    parts.reference.base_model.register_forward_pre_hook(
+        lambda module, args, options: rows.append(options["input_ids"].shape), with_kwargs=True
+    )
+    parts.buffer.add(trajectories(reference_version=-1))
+    groups = parts.buffer.draw(2, 3)
+    complete_reference(TrainerConfig(), parts, groups)
+    assert rows == [(1, 3 + 5 + 2 * (1 + 3 + 5))]  # one row; the two prompts once each
+    for t in (t for group in groups for t in group.trajectories):
+        np.testing.assert_allclose(t.reference_logprobs, expected(parts.policy, t), atol=1e-5)
 
 
 def test_a_reset_makes_the_policy_the_reference_and_old_log_probs_invalid(tiny_llama):
