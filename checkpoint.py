@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from model import LogZHead
+from parallel import full
 
 LOG_Z_FILE = "log_z_head.safetensors"
 
@@ -24,16 +26,20 @@ def save_policy(
     state: Mapping[str, Any],
     *,
     log_z_head: LogZHead | None = None,
+    weights: dict[str, Tensor] | None = None,
 ) -> Path:
     """Writes weights (safetensors), tokenizer and `trainer.json` beside `folder`, then renames.
 
     A crash while writing leaves the previous folder as it was. transformers and vLLM open it as it
-    is.
+    is, however many trainers there were.
+
+    Args:
+        weights: from `whole_state`; None: those of `model`, which is not sharded.
     """
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    model.save_pretrained(beside, safe_serialization=True)
+    model.save_pretrained(beside, state_dict=weights)
     tokenizer.save_pretrained(beside)
     if log_z_head is not None:
         save_file(log_z_head.state_dict(), beside / LOG_Z_FILE)
@@ -47,6 +53,23 @@ def save_policy(
     else:
         beside.rename(folder)
     return folder
+
+
+def whole_state(model: PreTrainedModel, *, keep: bool) -> dict[str, Tensor] | None:
+    """Parameters and buffers in host memory; every rank of a sharded model must call it.
+
+    Args:
+        keep: on this rank; the others only take part.
+
+    Returns:
+        None where it is not kept.
+    """
+    state = {}
+    for name, tensor in model.state_dict().items():
+        gathered = full(tensor)
+        if keep:
+            state[name] = gathered.cpu()
+    return state if keep else None
 
 
 def load_log_z_head(folder: Path) -> LogZHead:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,19 @@ from transformers import PreTrainedModel
 
 from buffer import Group
 from losses import LossOutput
-from model import PADDED, Layout, LogZHead, distinct, prompt_features, response_logprobs, split
+from model import (
+    NOTHING,
+    PADDED,
+    Layout,
+    LogZHead,
+    distinct,
+    micro_batches,
+    prompt_features,
+    response_logprobs,
+    split,
+)
 from packing import bins, num_tokens
+from parallel import in_lockstep, reduce_gradients
 from trajectory import Batch, StepStats
 
 
@@ -31,6 +43,8 @@ def accumulate_gradient(
     stats: StepStats,
     log_z_head: LogZHead | None = None,
     layout: Layout = PADDED,
+    group: dist.ProcessGroup | None = None,
+    reduce_every_micro_batch: bool = False,
 ) -> dict[str, float]:
     """Adds the gradient of the step's loss to `.grad`, micro-batch by micro-batch.
 
@@ -44,6 +58,9 @@ def accumulate_gradient(
         tokens_per_micro_batch: of the packed row, or with the padding.
         stats: of the whole step, see `step_stats`.
         log_z_head: for objectives that learn log Z; its gradient is added up like the policy's.
+        group: trainers over which the policy is sharded, each of which must call it: they take
+            equally many passes. None: it is not sharded.
+        reduce_every_micro_batch: of a sharded policy, see `ParallelConfig`.
 
     Returns:
         Sums over the groups at hand: `loss/...` and `policy/...` of the objective (they add up to
@@ -52,33 +69,69 @@ def accumulate_gradient(
     Raises:
         ValueError: a response is longer than a packed micro-batch may be.
     """
+    forward = partial(
+        response_logprobs, policy, temperature=temperature, autocast=autocast, layout=layout
+    )
+    device = next(policy.parameters()).device
+    lockstep = partial(in_lockstep, group=group, device=device)
+    micros = _micro_batches(groups, tokens_per_micro_batch, layout)
+    features: dict[bytes, Tensor] = {}
+    if log_z_head is not None:
+        features = _features(policy, groups, tokens_per_micro_batch, autocast, group)
     sums: dict[str, Tensor] = {}
-    options: dict[str, Any] = {"temperature": temperature, "autocast": autocast, "layout": layout}
-    for micro in _micro_batches(groups, tokens_per_micro_batch, layout):
-        whole = len(micro.pieces) == 1
-        if whole:
-            logprobs = _forward(policy, micro, range(len(micro.responses)), options)
-        else:
-            logprobs = _logprobs_without_gradient(policy, micro, options).requires_grad_()
+
+    def loss(micro: _MicroBatch, logprobs: Tensor) -> Tensor:
+        """The objective on the log-probs [N] of the micro-batch's pairs."""
         batch = make_batch(micro.groups, logprobs[_positions(micro, micro.slot_of)], stats)
-        batch.log_z = _log_z(policy, micro.groups, log_z_head, autocast)
+        if log_z_head is not None:
+            prompts = [g.trajectories[0].prompt_tokens for g in micro.groups]
+            batch.log_z = log_z_head(torch.stack([features[p.tobytes()] for p in prompts]))
         output = objective(batch, beta=beta)
-        output.loss.backward()  # in pieces: to the log-probs, and to the head that learns log Z
-        if not whole:
-            assert logprobs.grad is not None
-            _weighted_backward(policy, micro, logprobs.grad, options)
-        values = {
-            "loss/total": output.loss.detach(),
-            **output.metrics,
-            "tokens": torch.tensor(float(len(batch.policy_logprobs))),
-            "policy/entropy_sampled": -batch.policy_logprobs.detach().sum(),
-            "policy/logprob_drift": (batch.policy_logprobs.detach() - batch.old_logprobs)
-            .abs()
-            .sum(),
-        }
-        for name, value in values.items():
-            sums[name] = sums.get(name, 0.0) + torch.as_tensor(value, dtype=torch.float64).cpu()
+        _add(sums, batch, output)
+        return output.loss
+
+    large = [i for i, micro in enumerate(micros) if len(micro.pieces) > 1]
+    known = {i: torch.zeros(sum(map(len, micros[i].responses)), device=device) for i in large}
+    with torch.no_grad():
+        for item, _ in lockstep([(i, piece) for i in large for piece in micros[i].pieces]):
+            if item is None:
+                forward(NOTHING, NOTHING)
+                continue
+            i, piece = item
+            known[i][_positions(micros[i], piece)] = forward(*micros[i].pairs(piece))
+    weights: dict[int, Tensor] = {}  # d loss / d log-prob [N]
+    for i, logprobs in known.items():
+        loss(micros[i], logprobs.requires_grad_()).backward()  # to the log-probs, and the head
+        assert logprobs.grad is not None
+        weights[i] = logprobs.grad
+
+    passes = [(i, piece) for i, micro in enumerate(micros) for piece in micro.pieces]
+    for item, last in lockstep(passes):
+        reduce_gradients(policy, last or reduce_every_micro_batch)
+        if item is None:
+            (forward(NOTHING, NOTHING) * 0.0).sum().backward()
+            continue
+        i, piece = item
+        logprobs = forward(*micros[i].pairs(piece))
+        if i in weights:
+            (logprobs * weights[i][_positions(micros[i], piece)]).sum().backward()
+        else:
+            loss(micros[i], logprobs).backward()
     return {name: float(value) for name, value in sums.items()}
+
+
+def _add(sums: dict[str, Tensor], batch: Batch, output: LossOutput) -> None:
+    """Adds what is reported of a micro-batch."""
+    logprobs = batch.policy_logprobs.detach()
+    values = {
+        "loss/total": output.loss.detach(),
+        **output.metrics,
+        "tokens": torch.tensor(float(len(logprobs))),
+        "policy/entropy_sampled": -logprobs.sum(),
+        "policy/logprob_drift": (logprobs - batch.old_logprobs).abs().sum(),
+    }
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0.0) + torch.as_tensor(value, dtype=torch.float64).cpu()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,21 +142,25 @@ class _MicroBatch:
     prompts: list[np.ndarray]  # int32 [P] of each pair
     responses: list[np.ndarray]  # int32 [T] of each pair
     slot_of: list[int]  # pair of each trajectory
-    pieces: list[list[int]]  # pairs that fit in one forward pass; several for a large group
+    pieces: list[list[int]]  # pairs that fit in one forward pass, in order; several: a large group
+
+    def pairs(self, piece: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Prompts and responses of `piece`."""
+        return [self.prompts[i] for i in piece], [self.responses[i] for i in piece]
 
 
 def _micro_batches(groups: Sequence[Group], max_tokens: int, layout: Layout) -> list[_MicroBatch]:
     """All of them before the first is computed: a response that is too long ends the step here."""
-    micro_batches = []
+    micros = []
     for part in whole_group_micro_batches(groups, max_tokens, layout):
         prompts, responses, slot_of = _distinct(part)
-        pieces = split(prompts, responses, max_tokens, layout)
-        micro_batches.append(
+        pieces = [sorted(piece) for piece in split(prompts, responses, max_tokens, layout)]
+        micros.append(
             _MicroBatch(
                 groups=part, prompts=prompts, responses=responses, slot_of=slot_of, pieces=pieces
             )
         )
-    return micro_batches
+    return micros
 
 
 def _distinct(
@@ -117,42 +174,6 @@ def _distinct(
     return [prompts[i] for i in first], [responses[i] for i in first], slot_of
 
 
-def _logprobs_without_gradient(
-    policy: PreTrainedModel, micro: _MicroBatch, options: Mapping[str, Any]
-) -> Tensor:
-    """Log-probs of all pairs in order, float32 [N], piece by piece."""
-    device = next(policy.parameters()).device
-    logprobs = torch.zeros(sum(len(r) for r in micro.responses), device=device)
-    with torch.no_grad():
-        for piece in micro.pieces:
-            logprobs[_positions(micro, piece)] = _forward(policy, micro, piece, options)
-    return logprobs
-
-
-def _weighted_backward(
-    policy: PreTrainedModel, micro: _MicroBatch, weights: Tensor, options: Mapping[str, Any]
-) -> None:
-    """Adds the gradient of the log-probs' sum, weighted by d loss / d log-prob [N], to `.grad`."""
-    for piece in micro.pieces:
-        logprobs = _forward(policy, micro, piece, options)
-        (logprobs * weights[_positions(micro, piece)]).sum().backward()
-
-
-def _forward(
-    policy: PreTrainedModel,
-    micro: _MicroBatch,
-    piece: Sequence[int],
-    options: Mapping[str, Any],
-) -> Tensor:
-    """Log-probs of the pairs of `piece`, one after another."""
-    return response_logprobs(
-        policy,
-        [micro.prompts[i] for i in piece],
-        [micro.responses[i] for i in piece],
-        **options,
-    )
-
-
 def _positions(micro: _MicroBatch, pairs: Sequence[int]) -> np.ndarray:
     """Where the tokens of some pairs lie among those of all, int64."""
     ends = np.cumsum([len(r) for r in micro.responses])
@@ -160,17 +181,24 @@ def _positions(micro: _MicroBatch, pairs: Sequence[int]) -> np.ndarray:
     return np.concatenate([np.arange(starts[i], ends[i]) for i in pairs])
 
 
-def _log_z(
+def _features(
     policy: PreTrainedModel,
-    part: Sequence[Group],
-    head: LogZHead | None,
+    groups: Sequence[Group],
+    max_tokens: int,
     autocast: torch.dtype | None,
-) -> Tensor | None:
-    """The learned log Z of each group's prompt, float32 [G]."""
-    if head is None:
-        return None
-    prompts = [group.trajectories[0].prompt_tokens for group in part]
-    return head(prompt_features(policy, prompts, autocast=autocast))
+    group: dist.ProcessGroup | None,
+) -> dict[bytes, Tensor]:
+    """Prompt tokens -> float32 [H], of which a learned log Z is a function."""
+    prompts = [g.trajectories[0].prompt_tokens for g in groups]
+    found: dict[bytes, Tensor] = {}
+    device = next(policy.parameters()).device
+    chunks = list(micro_batches([len(p) for p in prompts], max_tokens))
+    for chunk, _ in in_lockstep(chunks, group, device):
+        chosen = NOTHING if chunk is None else [prompts[i] for i in chunk]
+        rows = prompt_features(policy, chosen, autocast=autocast)
+        if chunk is not None:
+            found |= {p.tobytes(): row for p, row in zip(chosen, rows, strict=True)}
+    return found
 
 
 def whole_group_micro_batches(
@@ -269,22 +297,3 @@ def step_stats(
         num_tokens=int(rows[:, 2].sum()),
         num_differing_tokens=int(rows[differs, 2].sum()),
     )
-
-
-def sum_over_trainers(
-    parameters: Sequence[Tensor], sums: dict[str, float], group: dist.ProcessGroup | None
-) -> dict[str, float]:
-    """Adds up the trainers' gradients (in place) and metrics; every trainer must call it."""
-    if group is None:
-        return sums
-    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-    flat = torch.cat([grad.reshape(-1) for grad in grads])
-    dist.all_reduce(flat, group=group)
-    for parameter, grad in zip(
-        parameters, flat.split([p.numel() for p in parameters]), strict=True
-    ):
-        parameter.grad = grad.view_as(parameter)
-    names = sorted(sums)
-    values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=flat.device)
-    dist.all_reduce(values, group=group)
-    return dict(zip(names, values.tolist(), strict=True))

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
@@ -32,6 +33,7 @@ from transformers import (
 
 from logprobs import CHUNK_TOKENS, CHUNK_VOCABULARY, selected_logprobs
 from packing import bins, check_packing, pack, packed_hidden, set_attention
+from parallel import call, in_lockstep, is_sharded
 
 
 @dataclass
@@ -211,9 +213,12 @@ class Layout:
 
 PADDED = Layout()
 
+# Prompt or response of a pass that a rank takes for the sake of the others (`in_lockstep`).
+NOTHING = [np.zeros(1, np.int32)]
+
 
 def prepare_for_packing(
-    model: PreTrainedModel, attention: str, *, autocast: torch.dtype | None = None
+    model: PreTrainedModel, attention: str, *, compute_dtype: torch.dtype | None = None
 ) -> None:
     """Makes a model read packed rows, and checks on a few tokens that it reads them right.
 
@@ -221,19 +226,20 @@ def prepare_for_packing(
 
     Args:
         attention: see `packing.set_attention`.
-        autocast: dtype that its forward passes will run in.
+        compute_dtype: that its forward passes will run in; None: its parameters'. Of a sharded
+            model, all ranks of which must call this, the one it was sharded with.
 
     Raises:
         ValueError: this kind of model, or of attention, can't do it.
     """
-    set_attention(model, attention, autocast=autocast)
+    set_attention(model, attention, compute_dtype=compute_dtype)
     if head_options(model) is None:
         raise ValueError(
             f"{model.config.model_type} can't read packed rows: it does something of its own to "
             "its logits; set trainer.packing.attention=off"
         )
-    with _autocast(model.device, autocast):
-        check_packing(model)
+    with _autocast(model.device, None if is_sharded(model) else compute_dtype):
+        call(model, check_packing, model)
 
 
 def response_logprobs(
@@ -280,31 +286,41 @@ def logprobs_and_entropies(
         ValueError: packed rows, and a model that `prepare_for_packing` has not seen.
     """
     device = next(model.parameters()).device
-    head = head_options(model)
     with _autocast(device, autocast):
-        if layout.packed:
-            assert head is not None, "prepare_for_packing refuses such a model"
-            row = pack(prompts, responses, share_prompts=layout.share_prompts, device=device)
-            hidden, targets = packed_hidden(model, row), row.targets  # [N, H], [N]
-        else:
-            batch = pad(prompts, responses, device)
-            targets = batch.targets
-            if head is None:
-                logits = model(input_ids=batch.input_ids, use_cache=False).logits
-                return _from_logits(
-                    logits[batch.rows, batch.columns], targets, temperature, entropy
-                )
-            states = model.base_model(input_ids=batch.input_ids, use_cache=False)
-            hidden = states.last_hidden_state[batch.rows, batch.columns]  # [N, H]
-        return selected_logprobs(
-            hidden,
-            targets=targets,
-            temperature=temperature,
-            chunk_tokens=layout.chunk_tokens,
-            chunk_vocabulary=layout.chunk_vocabulary,
-            entropy=entropy,
-            **head,
-        )
+        return call(model, _forward, model, prompts, responses, temperature, layout, entropy)
+
+
+def _forward(
+    model: PreTrainedModel,
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    temperature: float,
+    layout: Layout,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    device = next(model.parameters()).device
+    head = head_options(model)
+    if layout.packed:
+        assert head is not None, "prepare_for_packing refuses such a model"
+        row = pack(prompts, responses, share_prompts=layout.share_prompts, device=device)
+        hidden, targets = packed_hidden(model, row), row.targets  # [N, H], [N]
+    else:
+        batch = pad(prompts, responses, device)
+        targets = batch.targets
+        if head is None:
+            logits = model(input_ids=batch.input_ids, use_cache=False).logits
+            return _from_logits(logits[batch.rows, batch.columns], targets, temperature, entropy)
+        states = model.base_model(input_ids=batch.input_ids, use_cache=False)
+        hidden = states.last_hidden_state[batch.rows, batch.columns]  # [N, H]
+    return selected_logprobs(
+        hidden,
+        targets=targets,
+        temperature=temperature,
+        chunk_tokens=layout.chunk_tokens,
+        chunk_vocabulary=layout.chunk_vocabulary,
+        entropy=entropy,
+        **head,
+    )
 
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -331,9 +347,13 @@ def prompt_features(
     for row, prompt in enumerate(prompts):
         input_ids[row, : len(prompt)] = prompt
     with _autocast(device, autocast):
-        hidden = model.base_model(
-            input_ids=torch.from_numpy(input_ids).to(device), use_cache=False
-        ).last_hidden_state  # [G, L, H]
+        states = call(
+            model,
+            model.base_model,
+            input_ids=torch.from_numpy(input_ids).to(device),
+            use_cache=False,
+        )
+    hidden = states.last_hidden_state  # [G, L, H]
     mask = torch.arange(input_ids.shape[1], device=device) < lengths[:, None]  # [G, L]
     return (hidden.float() * mask[:, :, None]).sum(1) / lengths[:, None]
 
@@ -429,21 +449,31 @@ def unique_response_logprobs(
     autocast: torch.dtype | None = None,
     tokens_per_micro_batch: int,
     layout: Layout = PADDED,
+    group: dist.ProcessGroup | None = None,
 ) -> list[np.ndarray]:
-    """Per-response log-probs without gradient, float32 [T] each; equal ones computed once."""
+    """Per-response log-probs without gradient, float32 [T] each; equal ones computed once.
+
+    Args:
+        group: ranks over which the model is sharded, each of which must call it.
+    """
     first, slot_of = distinct(prompts, responses)
     prompts, responses = [prompts[i] for i in first], [responses[i] for i in first]
     values: dict[int, np.ndarray] = {}
-    with torch.inference_mode():
-        for part in split(prompts, responses, tokens_per_micro_batch, layout):
+    device = next(model.parameters()).device
+    parts = split(prompts, responses, tokens_per_micro_batch, layout)
+    # FSDP keeps gathered parameters, which inference mode would spoil for training.
+    with torch.no_grad() if is_sharded(model) else torch.inference_mode():
+        for part, _ in in_lockstep(parts, group, device):
             logprobs = response_logprobs(
                 model,
-                [prompts[i] for i in part],
-                [responses[i] for i in part],
+                NOTHING if part is None else [prompts[i] for i in part],
+                NOTHING if part is None else [responses[i] for i in part],
                 temperature=temperature,
                 autocast=autocast,
                 layout=layout,
             )
+            if part is None:
+                continue
             ends = np.cumsum([len(responses[i]) for i in part])
             values.update(zip(part, np.split(logprobs.cpu().numpy(), ends[:-1]), strict=True))
     return [values[slot] for slot in slot_of]

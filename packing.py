@@ -148,14 +148,14 @@ def _groups(
 
 
 def set_attention(
-    model: PreTrainedModel, attention: str, *, autocast: torch.dtype | None = None
+    model: PreTrainedModel, attention: str, *, compute_dtype: torch.dtype | None = None
 ) -> str:
     """Makes `model` read packed rows with this kind of attention; its other uses stay as they were.
 
     Args:
         attention: a name in `ATTENTIONS`, or `auto`: segments on CPU; on GPU varlen in half
             precision, else flex.
-        autocast: dtype that forward passes run in; None: the model's own.
+        compute_dtype: that forward passes run in; None: the model's own.
 
     Returns:
         The kind chosen.
@@ -165,7 +165,7 @@ def set_attention(
             packed rows.
     """
     if attention == "auto":
-        half = (autocast or model.dtype) in (torch.float16, torch.bfloat16)
+        half = (compute_dtype or model.dtype) in (torch.float16, torch.bfloat16)
         attention = "segments" if model.device.type == "cpu" else "varlen" if half else "flex"
     if attention not in ATTENTIONS:
         known = ", ".join(["auto", *ATTENTIONS])

@@ -53,6 +53,7 @@ from engine import EngineOptions, HFEngine, engine_port, make_engine, pin_proces
 from gradient import make_batch, step_stats
 from metrics import Metrics, setup_logging
 from offline import TrajectoryWriter
+from parallel import ParallelConfig, shard
 from rewards import Scorer, make_scorer
 from schedules import beta_at, linear_at
 from searcher import SearcherParts, search
@@ -92,8 +93,17 @@ class Setup:
         return self.cfg.mode == "offline"
 
     @property
-    def autocast(self) -> torch.dtype | None:
-        """Dtype of the policy's and the reference's forward passes; None: their weights'."""
+    def sharded(self) -> bool:
+        """Whether the trainers share one policy."""
+        return self.parallel.sharded(self.ranks.num_trainers)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(**self.cfg.trainer.parallel)
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Of the policy's and the reference's forward passes; None: float32, as they are stored."""
         return torch.bfloat16 if self.cfg.trainer.precision == "bfloat16" else None
 
     @property
@@ -298,8 +308,10 @@ def engine_dtype(cfg: DictConfig, device: torch.device) -> torch.dtype:
 
 
 def trainer_backend(setup: Setup) -> str:
-    """Backend of the trainers' own group."""
-    return "nccl" if setup.device.type == "cuda" else "gloo"
+    """Backend of the trainers' own group; gradients in host memory are added up by gloo."""
+    if setup.device.type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if setup.cfg.trainer.parallel.cpu_offload else "nccl"
 
 
 def make_run_dir(cfg: DictConfig) -> str:
@@ -345,7 +357,7 @@ def run_online(
         ranks, max_outstanding=setup.cfg.searcher.max_outstanding, on_error=control.fail
     )
     if ranks.world_size == 1:
-        run_both(setup, control, channel, run_dir)
+        run_both(setup, control, channel, run_dir, trainers)
     elif ranks.is_trainer:
         run_trainer(setup, build_trainer(setup, control, channel, run_dir, trainers))
     else:
@@ -366,7 +378,8 @@ def build_trainer(
     cfg, ranks = setup.cfg, setup.ranks
     if setup.cores and ranks.world_size > 1:
         pin_process(os.getpid(), setup.cores)
-    policy = load_model(setup)
+    sharing = group if setup.sharded else None
+    policy = load_model(setup, sharing)
     if cfg.trainer.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
         modeling.disable_dropout(policy)
@@ -418,14 +431,15 @@ def build_trainer(
         prompts=[problem.prompt for problem in setup.problems],
         temperature=cfg.searcher.temperature,
         probe_tokens=setup.probe_tokens,
-        group=group if ranks.num_trainers > 1 else None,
+        group=group if ranks.num_trainers > 1 or setup.sharded else None,
         publisher=publisher,
         metrics=metrics,
         run_dir=run_dir,
         started=setup.started,
-        reference=load_model(setup) if cfg.trainer.reference_reset_every else None,
+        reference=load_model(setup, sharing) if cfg.trainer.reference_reset_every else None,
         log_z_head=log_z_head,
         layout=setup.layout,
+        autocast=None if setup.sharded else setup.compute_dtype,
         writer=make_writer(setup, run_dir) if channel is not None else None,
         evaluator=make_evaluator(setup, control, policy) if channel is None else None,
     )
@@ -456,6 +470,7 @@ def make_evaluator(setup: Setup, control: Control, policy: PreTrainedModel) -> E
     share = slice(setup.ranks.rank, None, setup.ranks.num_trainers)
     return Evaluator(
         engine=HFEngine(setup.cfg.engine, engine_options(setup), model=policy),
+        parallel=setup.parallel,
         task=setup.task,
         scorer=build_scorer(setup, control),
         measures=setup.cfg.eval.measures,
@@ -504,7 +519,7 @@ def load_data(setup: Setup, parts: TrainerParts) -> None:
             *(kept, len(mine), parts.buffer.num_duplicates),
         )
     if parts.reference is None and any(t.reference_version != 0 for t in mine):
-        parts.reference = load_model(setup)
+        parts.reference = load_model(setup, parts.group if setup.sharded else None)
 
 
 def check_objective(
@@ -567,22 +582,33 @@ def make_buffer(setup: Setup) -> Buffer:
     )
 
 
-def load_model(setup: Setup) -> PreTrainedModel:
-    """Policy or reference, in float32 (the forward pass may be autocast), ready for its layout.
+def load_model(setup: Setup, trainers: dist.ProcessGroup | None = None) -> PreTrainedModel:
+    """Policy or reference in float32, ready for its layout.
+
+    Args:
+        trainers: shard it over these ranks, each of which must call it; None: a copy of its own.
 
     Raises:
         UserError: this kind of model can't read packed rows.
     """
     model = modeling.load_policy(
         setup.path,
-        device=setup.device,
+        device=setup.device if trainers is None else torch.device("cpu"),
         dtype=torch.float32,
         trust_remote_code=setup.cfg.model.trust_remote_code,
     )
+    if trainers is not None:
+        shard(
+            model,
+            trainers,
+            setup.parallel,
+            device=setup.device,
+            compute_dtype=setup.compute_dtype,
+        )
     if setup.layout.packed:
         attention = setup.cfg.trainer.packing.attention
         try:
-            modeling.prepare_for_packing(model, attention, autocast=setup.autocast)
+            modeling.prepare_for_packing(model, attention, compute_dtype=setup.compute_dtype)
         except ValueError as error:
             raise config.UserError(f"trainer.packing: {error}") from error
     return model
@@ -643,7 +669,7 @@ def build_searcher(setup: Setup, control: Control, channel: Channel) -> Searcher
         channel=channel,
         engine=engine,
         reference=reference,
-        autocast=setup.autocast,
+        autocast=setup.compute_dtype,
         layout=setup.layout,
         tokenizer=setup.tokenizer,
         task=setup.task,
@@ -674,10 +700,16 @@ def run_searcher(setup: Setup, parts: SearcherParts) -> None:
     parts.engine.close()
 
 
-def run_both(setup: Setup, control: Control, channel: Channel, run_dir: Path) -> None:
+def run_both(
+    setup: Setup,
+    control: Control,
+    channel: Channel,
+    run_dir: Path,
+    trainers: dist.ProcessGroup | None,
+) -> None:
     """A world of one rank: the same two loops in lock-step, the searcher's in a thread."""
     searcher = build_searcher(setup, control, channel)
-    trainer = build_trainer(setup, control, channel, run_dir, None)
+    trainer = build_trainer(setup, control, channel, run_dir, trainers)
 
     def target() -> None:
         try:

@@ -4,8 +4,8 @@ Runs on every trainer rank, in the main thread; trainer 0 also publishes weights
 run. Consumes: trajectories from its channel (a background thread receives them), or in
 `mode=offline` those it was given. Produces: weights, snapshot by snapshot (a background thread
 broadcasts them). Waits for: data, when the buffer can't serve a draw, and in `mode=sync` for the
-whole round; the other trainers, in the all-reduce of the gradient. Ends: after `steps` steps and
-the evaluation of the final version.
+whole round; the other trainers, where gradients are added up and in each pass of a sharded
+policy. Ends: after `steps` steps and the evaluation of the final version.
 arXiv 2503.18929, sections 3 and 4.
 """
 
@@ -26,11 +26,11 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from buffer import Buffer, Group
-from checkpoint import save_policy
+from checkpoint import save_policy, whole_state
 from comm import Channel, Control, Kind, Ranks, gather_texts
 from engine import HFEngine
 from evaluate import EvalConfig, held_out_sums
-from gradient import accumulate_gradient, step_stats, sum_over_trainers
+from gradient import accumulate_gradient, step_stats
 from losses import LossOutput
 from metrics import IdleClock, Metrics, draw_figure, write_rollouts, write_summary
 from model import (
@@ -43,11 +43,20 @@ from model import (
 )
 from offline import TrajectoryWriter
 from packing import PackingConfig
+from parallel import (
+    ParallelConfig,
+    clip_gradients,
+    copy_into,
+    full,
+    is_sharded,
+    sum_over_trainers,
+    whole,
+)
 from rewards import FAILURES, Scorer
 from schedules import beta_at, lr_at
 from tasks.task import Problem, Task
 from trajectory import Trajectory, unpack
-from weights import Publisher
+from weights import Publisher, gather_for_publisher
 
 logger = logging.getLogger("tba")
 
@@ -89,6 +98,7 @@ class TrainerConfig:
     # Most tokens in one forward and backward pass: those of a packed row, which must hold the
     # longest prompt and its response; with trainer.packing.attention=off, padding included
     tokens_per_micro_batch: int = 16384
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
     logprobs: LogprobsConfig = field(default_factory=LogprobsConfig)
     gradient_checkpointing: bool = False
@@ -124,6 +134,7 @@ class TrainerParts:
     reference_version: int = 0  # weights version that the reference is
     log_z_head: LogZHead | None = None
     layout: Layout = PADDED  # of the policy's and the reference's forward passes
+    autocast: torch.dtype | None = None  # of the same; None: the dtype of the parameters
     writer: TrajectoryWriter | None = None  # keeps every trajectory that arrives
     evaluator: Evaluator | None = None  # mode=offline
     clock: IdleClock = field(default_factory=IdleClock)
@@ -136,6 +147,7 @@ class Evaluator:
     """What a trainer needs to evaluate the policy itself, where no searcher does."""
 
     engine: HFEngine  # on the policy's own weights
+    parallel: ParallelConfig  # how they are shared
     task: Task
     scorer: Scorer  # of the task's rewards
     measures: bool  # whether what the task measures besides the reward is evaluated
@@ -305,17 +317,18 @@ def evaluate_policy(parts: TrainerParts, evaluator: Evaluator, version: int) -> 
     parts.control.progress("evaluating held-out problems", parts.control.startup_timeout_s)
     training = parts.policy.training
     parts.policy.eval()  # with gradient checkpointing, generation in train mode has no cache
-    share = held_out_sums(
-        evaluator.engine,
-        evaluator.task,
-        parts.tokenizer,
-        evaluator.problems,
-        evaluator.prompt_tokens,
-        max_response_tokens=evaluator.max_response_tokens,
-        scorer=evaluator.scorer,
-        measures=evaluator.measures,
-        on_progress=parts.control.alive,
-    )
+    with whole(parts.policy, evaluator.parallel):
+        share = held_out_sums(
+            evaluator.engine,
+            evaluator.task,
+            parts.tokenizer,
+            evaluator.problems,
+            evaluator.prompt_tokens,
+            max_response_tokens=evaluator.max_response_tokens,
+            scorer=evaluator.scorer,
+            measures=evaluator.measures,
+            on_progress=parts.control.alive,
+        )
     parts.policy.train(training)
     shares = [json.dumps(share)]
     if parts.group is not None:
@@ -378,9 +391,8 @@ def reset_reference(parts: TrainerParts, *, version: int) -> None:
     Every stored reference log-prob is invalid from now on; each is computed anew when it is drawn.
     """
     assert parts.reference is not None
-    with torch.no_grad():
-        for mine, new in zip(parts.reference.parameters(), parts.policy.parameters(), strict=True):
-            mine.copy_(new)
+    for mine, new in zip(parts.reference.parameters(), parts.policy.parameters(), strict=True):
+        copy_into(mine, full(new))
     parts.reference_version = version
 
 
@@ -395,7 +407,7 @@ def complete_reference(cfg: TrainerConfig, parts: TrainerParts, groups: Sequence
         for item, t in zip(group.items, group.trajectories, strict=True)
         if t.reference_version != parts.reference_version
     ]
-    if not lacking:
+    if not lacking and (parts.reference is None or not is_sharded(parts.reference)):
         return
     assert parts.reference is not None, "a response came without reference log-probs"
     with parts.clock.busy("reference"):
@@ -404,14 +416,20 @@ def complete_reference(cfg: TrainerConfig, parts: TrainerParts, groups: Sequence
             [t.prompt_tokens for _, t in lacking],
             [t.response_tokens for _, t in lacking],
             temperature=parts.temperature,
-            autocast=torch.bfloat16 if cfg.precision == "bfloat16" else None,
+            autocast=parts.autocast,
             tokens_per_micro_batch=cfg.tokens_per_micro_batch,
             layout=parts.layout,
+            group=lockstep_group(parts, parts.reference),
         )
         for (_, t), values in zip(lacking, logprobs, strict=True):
             t.reference_logprobs = values
             t.reference_version = parts.reference_version
         parts.buffer.set_reference([i for i, _ in lacking], logprobs, parts.reference_version)
+
+
+def lockstep_group(parts: TrainerParts, model: PreTrainedModel) -> dist.ProcessGroup | None:
+    """The trainers, if a forward pass of `model` needs all of them."""
+    return parts.group if is_sharded(model) else None
 
 
 # --------------------------------------------------------------------------- update
@@ -436,20 +454,18 @@ def update_policy(
             objective=parts.objective,
             beta=beta,
             temperature=parts.temperature,
-            autocast=torch.bfloat16 if cfg.precision == "bfloat16" else None,
+            autocast=parts.autocast,
             tokens_per_micro_batch=cfg.tokens_per_micro_batch,
             stats=stats,
             log_z_head=parts.log_z_head,
             layout=parts.layout,
+            group=lockstep_group(parts, parts.policy),
+            reduce_every_micro_batch=cfg.parallel.reduce_every_micro_batch,
         )
     with parts.clock.busy("optimizer"):
         trained = [p for settings in parts.optimizer.param_groups for p in settings["params"]]
         sums = sum_over_trainers(trained, sums, parts.group)
-        grad_norm = float(
-            torch.nn.utils.clip_grad_norm_(
-                parts.policy.parameters(), cfg.max_grad_norm or float("inf")
-            )
-        )
+        grad_norm = clip_gradients(list(parts.policy.parameters()), cfg.max_grad_norm)
         if not np.isfinite(grad_norm):
             raise FloatingPointError(
                 f"the gradient of step {step} is not finite (norm {grad_norm}): lower "
@@ -509,7 +525,7 @@ def publish(
     parts.buffer.new_window()
     if parts.evaluator is not None and evaluate:
         evaluate_policy(parts, parts.evaluator, version)
-    if parts.publisher is None:
+    if parts.channel is None or (parts.publisher is None and not is_sharded(parts.policy)):
         return
     with parts.clock.busy("publish"):
         meta: dict[str, Any] = {}
@@ -522,6 +538,9 @@ def publish(
                     temperature=1.0,
                 )
             meta["probe"] = values.tolist()
+        if parts.publisher is None:
+            gather_for_publisher(parts.policy)
+            return
         parts.publisher.publish(parts.policy, version, evaluate=evaluate, final=final, meta=meta)
 
 
@@ -648,6 +667,8 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
     wall_s = time.monotonic() - totals.training_started
     idle = parts.clock.fraction()
     rates = state_metrics(parts, version=cfg.steps)
+    parts.control.progress("gathering the policy", parts.control.startup_timeout_s)
+    weights = whole_state(parts.policy, keep=parts.metrics is not None)
     parts.control.progress("waiting for the last evaluation", parts.control.startup_timeout_s)
     if parts.metrics is None:
         close(parts)
@@ -683,6 +704,7 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
         parts.tokenizer,
         state,
         log_z_head=parts.log_z_head,
+        weights=weights,
     )
     summary["checkpoint"] = str(folder)
     write_summary(parts.run_dir, summary)

@@ -28,6 +28,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from parallel import full, is_sharded
+
 logger = logging.getLogger("tba")
 
 WeightGroup: TypeAlias = Any  # ProcessGroupGloo or ProcessGroupNCCL, without a common base class
@@ -75,6 +77,13 @@ def named_weights(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]
     """Parameters in checkpoint names, each shared tensor once (a tied head travels with its
     embedding: `named_parameters` leaves out the second name of one tensor)."""
     return list(model.named_parameters(remove_duplicate=True))
+
+
+def gather_for_publisher(model: torch.nn.Module) -> None:
+    """A sharded model's other ranks join in each time its publisher may copy the parameters."""
+    if is_sharded(model):
+        for _, parameter in named_weights(model):
+            full(parameter)
 
 
 def manifest(model: torch.nn.Module, dtype: torch.dtype) -> list[TensorSpec]:
@@ -242,18 +251,20 @@ class Publisher:
         flags = FLAG_EVALUATE * evaluate | FLAG_FINAL * final
         with self._condition:
             self._check()
-            if self._waiting is not None and self._waiting.flags:
-                if not flags:
-                    return False
-                while self._waiting is not None:
+            skipped = self._waiting is not None and self._waiting.flags != 0 and not flags
+            if not skipped:
+                while self._waiting is not None and self._waiting.flags:
                     self._condition.wait(0.5)
                     self._check()
-            snapshot = self._waiting or self._free.pop()
-            self._waiting = None  # the thread must not take it while it is being written
+                snapshot = self._waiting or self._free.pop()
+                self._waiting = None  # the thread must not take it while it is being written
+        if skipped:
+            gather_for_publisher(model)
+            return False
         for (_, parameter), (_, view) in zip(
             named_weights(model), views(snapshot.flat, self.specs), strict=True
         ):
-            view.copy_(parameter.detach())
+            view.copy_(full(parameter))
         if snapshot.flat.is_cuda:
             torch.cuda.current_stream().synchronize()  # the thread reads on a stream of its own
         snapshot.version, snapshot.flags, snapshot.meta = version, flags, meta or {}

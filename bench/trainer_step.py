@@ -214,7 +214,7 @@ WAYS: dict[str, Callable[..., None]] = {"padded": padded_gradient, "packed": pac
 def prepare(policy: PreTrainedModel, way: str) -> None:
     """Which attention the model uses."""
     if way == "packed":
-        prepare_for_packing(policy, "auto", autocast=DTYPE)
+        prepare_for_packing(policy, "auto", compute_dtype=DTYPE)
     else:
         policy.set_attn_implementation("sdpa")
 

@@ -13,12 +13,7 @@ from ranks import run_ranks
 
 import gradient
 from buffer import Group
-from gradient import (
-    accumulate_gradient,
-    step_stats,
-    sum_over_trainers,
-    whole_group_micro_batches,
-)
+from gradient import accumulate_gradient, step_stats, whole_group_micro_batches
 from losses import LossOutput, dgpo, rloo, tb_learned_z, tb_vargrad
 from model import (
     PADDED,
@@ -30,6 +25,7 @@ from model import (
     response_logprobs,
 )
 from packing import num_tokens
+from parallel import sum_over_trainers
 from trajectory import StepStats, Trajectory
 
 TEMPERATURE = 0.7
