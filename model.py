@@ -238,7 +238,8 @@ def prepare_for_packing(
             f"{model.config.model_type} can't read packed rows: it does something of its own to "
             "its logits; set trainer.packing.attention=off"
         )
-    with _autocast(model.device, None if is_sharded(model) else compute_dtype):
+    dtype = None if is_sharded(model) else compute_dtype
+    with torch.no_grad(), _autocast(model.device, dtype):
         call(model, check_packing, model)
 
 

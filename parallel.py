@@ -121,9 +121,13 @@ def call(model: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: A
     base model and the head apart must say so. What is returned, tensors or tuples of them, may be
     used for a backward pass.
     """
-    if is_sharded(model):
-        return model.tba_call(function, *args, **kwargs)  # type: ignore[operator]
-    return function(*args, **kwargs)
+    if not is_sharded(model):
+        return function(*args, **kwargs)
+    result = model.tba_call(function, *args, **kwargs)  # type: ignore[operator]
+    if not torch.is_grad_enabled():  # no backward pass comes that would let go of what was gathered
+        for module in _sharded_modules(model):
+            module.reshard()
+    return result
 
 
 def reduce_gradients(model: nn.Module, now: bool) -> None:

@@ -450,27 +450,3 @@ def test_two_trainers_make_the_step_of_one(tiny_llama: str, name: str) -> None:
     for grad, sums in results:
         assert_same((torch.from_numpy(grad), sums), whole)
     assert np.array_equal(results[0][0], results[1][0]), "the trainers would drift apart"
-
-
-def rank_missing_gradient(rank: int, world_size: int) -> tuple[list, dict]:
-    import torch.distributed as dist
-
-    policy = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(3, 1)])
-    policy[1].bias.requires_grad_(False)
-    if rank == 1:
-        policy[0](torch.ones(2)).backward()  # nothing of policy[1]; rank 0 has no gradient at all
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    sums = sum_over_trainers(trained, {"b": float(rank), "a": 1.0}, dist.group.WORLD)
-    return [None if p.grad is None else p.grad.tolist() for p in policy.parameters()], sums
-
-
-def test_parameters_without_gradient_count_as_zero() -> None:
-    for grads, sums in run_ranks(rank_missing_gradient, 2):
-        assert grads == [[[1.0, 1.0]], [1.0], [[0.0, 0.0, 0.0]], None]
-        assert sums == {"a": 2.0, "b": 1.0}
-
-
-def test_one_trainer_needs_no_group() -> None:
-    policy = torch.nn.Linear(2, 1)
-    assert sum_over_trainers(list(policy.parameters()), {"a": 1.0}, None) == {"a": 1.0}
-    assert policy.weight.grad is None
