@@ -28,6 +28,7 @@ from engine import EngineConfig, check_engine
 from evaluate import EvalConfig
 from model import DTYPES, ModelConfig
 from packing import ATTENTIONS
+from parallel import ParallelConfig
 from rewards import RewardConfig
 from schedules import beta_at, lr_at
 from searcher import SearcherConfig
@@ -198,6 +199,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
     check_engine(cfg.engine.name)
     _check_targets(cfg)
     _check_packing(cfg)
+    _check_parallel(cfg, ranks)
     _check_schedules(cfg)
 
 
@@ -365,6 +367,23 @@ def _check_packing(cfg: DictConfig) -> None:
             raise ValueError(
                 f"{key}={OmegaConf.select(cfg, key)} is less than task.max_prompt_tokens + "
                 f"task.max_response_tokens = {longest}: raise it to {longest} or more"
+            )
+
+
+def _check_parallel(cfg: DictConfig, ranks: Ranks) -> None:
+    parallel = cfg.trainer.parallel
+    _one_of("trainer.parallel.kind", parallel.kind, ("auto", "replicate", "shard"))
+    if ParallelConfig(**parallel).sharded(ranks.num_trainers):
+        return
+    for key, unused in (
+        ("cpu_offload", parallel.cpu_offload),
+        ("reduce_every_micro_batch", parallel.reduce_every_micro_batch),
+        ("reshard_after_forward", not parallel.reshard_after_forward),
+    ):
+        if unused:
+            raise ValueError(
+                f"trainer.parallel.{key}={parallel[key]} is for a sharded policy, and this one is "
+                "not: set trainer.parallel.kind=shard, or leave the key out"
             )
 
 

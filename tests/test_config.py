@@ -81,6 +81,8 @@ def complaint(cfg: DictConfig, world_size: int = 2) -> str:
         (["trainer.packing.attention=off", "trainer.tokens_per_micro_batch=1"], 2),
         (["trainer.packing.attention=varlen", "trainer.precision=bfloat16"], 2),
         (["trainer.packing.attention=segments", "trainer.packing.share_prompts=false"], 2),
+        (["trainer.parallel.cpu_offload=true", "cluster.trainers=2", "trainer.batch_size=120"], 4),
+        (["trainer.parallel.kind=shard", "trainer.parallel.reshard_after_forward=false"], 2),
         (  # as many as the longest prompt and response have
             ["trainer.tokens_per_micro_batch=13", "searcher.reference_tokens_per_micro_batch=13"],
             2,
@@ -189,6 +191,17 @@ MISTAKES = [
         ["trainer.packing.attention=varlen", "trainer.precision=float32"],
         2,
         ["trainer.packing.attention=varlen", "trainer.precision=bfloat16", "flex"],
+    ),
+    (["trainer.parallel.kind=ddp"], 2, ["trainer.parallel.kind='ddp'", "auto, replicate, shard"]),
+    (
+        ["trainer.parallel.cpu_offload=true"],
+        2,
+        ["trainer.parallel.cpu_offload=True", "trainer.parallel.kind=shard"],
+    ),
+    (
+        ["trainer.parallel.kind=replicate", "trainer.parallel.reshard_after_forward=false"],
+        2,
+        ["trainer.parallel.reshard_after_forward=False", "trainer.parallel.kind=shard"],
     ),
     (["trainer.logprobs.chunk_tokens=0"], 2, ["trainer.logprobs.chunk_tokens=0", "positive"]),
     (
