@@ -26,6 +26,7 @@ from omegaconf.errors import ConfigTypeError, ValidationError
 from comm import ClusterConfig, Ranks
 from engine import EngineConfig, check_engine
 from evaluate import EvalConfig
+from lora import check_lora
 from model import DTYPES, ModelConfig
 from packing import ATTENTIONS
 from parallel import ParallelConfig
@@ -200,6 +201,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
     _check_targets(cfg)
     _check_packing(cfg)
     _check_parallel(cfg, ranks)
+    check_lora(cfg.trainer.lora)
     _check_schedules(cfg)
 
 

@@ -35,7 +35,7 @@ from transformers import (
 )
 
 import model as modeling
-from weights import Receiver, TensorSpec, WeightUpdate, manifest, named_weights
+from weights import Receiver, TensorSpec, WeightUpdate, manifest
 
 logger = logging.getLogger("tba")
 
@@ -493,7 +493,7 @@ class HFEngine:
 
     @torch.no_grad()
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        parameters = dict(named_weights(self._model))
+        parameters = dict(self._model.named_parameters())
         for name, tensor in weights:
             parameters[name].copy_(tensor)
 

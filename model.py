@@ -33,7 +33,7 @@ from transformers import (
 
 from logprobs import CHUNK_TOKENS, CHUNK_VOCABULARY, selected_logprobs
 from packing import bins, check_packing, pack, packed_hidden, set_attention
-from parallel import call, in_lockstep, is_sharded
+from parallel import call, decoder_layers, in_lockstep, is_sharded
 
 
 @dataclass
@@ -75,6 +75,42 @@ def disable_dropout(model: PreTrainedModel) -> None:
         for name, value in vars(module).items():
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+def compile_layers(model: torch.nn.Module, *, backend: str = "inductor") -> None:
+    """torch.compile of each decoder layer, in place; the first forward passes compile.
+
+    Layer by layer, because layers share their compiled code and the attention of packed rows may
+    be a function that is not compiled. The first length is compiled for, then, once, any length.
+    Use `uncompiled` for generation, whose growing cache would compile again and again.
+
+    Args:
+        backend: of torch.compile.
+
+    Raises:
+        ValueError: nothing compiles on this machine, or the model's layers are not known.
+    """
+    try:
+        layers = decoder_layers(model)
+    except ValueError as error:
+        raise ValueError(f"trainer.compile=true: {error}; set it to false") from error
+    device = next(model.parameters()).device
+    try:
+        torch.compile(torch.sin, backend=backend)(torch.ones(8, device=device))
+    except Exception as error:
+        cause = getattr(error, "inner_exception", error)  # without torch's words around it
+        reason = str(cause).strip().partition("\n")[0]
+        raise ValueError(
+            "trainer.compile=true needs a C++ compiler and Python's headers (apt install g++ "
+            f"python3-dev); else set trainer.compile=false. torch.compile says: {reason}"
+        ) from error
+    for layer in layers:
+        layer.compile(backend=backend)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Within it compiled layers run as they were written."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

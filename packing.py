@@ -288,12 +288,17 @@ def _attention_forward(
     if dropout:
         raise ValueError("packed rows have no dropout in attention: call model.disable_dropout")
     # Not every architecture tells its window: those leave it to the mask, which is not built here.
-    types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if types:
-        window = _window(window, types[module.layer_idx])
-    if window != sliding_window:
-        raise _refusal(config, f"its attention function is not told its window of {window} tokens")
+    # `check_packing` has looked; in a compiled layer the index would compile every layer anew.
+    window = sliding_window
+    if not torch.compiler.is_compiling():
+        types = getattr(config, "layer_types", None)
+        window = getattr(config, "sliding_window", None)
+        if types:
+            window = _window(window, types[module.layer_idx])
+        if window != sliding_window:
+            raise _refusal(
+                config, f"its attention function is not told its window of {window} tokens"
+            )
     dtype = query.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)

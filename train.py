@@ -51,6 +51,7 @@ from buffer import Buffer, Group
 from comm import Channel, Control, Ranks, broadcast_text, init_world, ranks_from_environment
 from engine import EngineOptions, HFEngine, engine_port, make_engine, pin_process
 from gradient import make_batch, step_stats
+from lora import add_adapters
 from metrics import Metrics, setup_logging
 from offline import TrajectoryWriter
 from parallel import ParallelConfig, shard
@@ -379,12 +380,12 @@ def build_trainer(
     if setup.cores and ranks.world_size > 1:
         pin_process(os.getpid(), setup.cores)
     sharing = group if setup.sharded else None
-    policy = load_model(setup, sharing)
+    policy = load_model(setup, sharing, trained=True)
     if cfg.trainer.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
         modeling.disable_dropout(policy)
         policy.train()  # transformers checkpoints activations in train mode only
-    groups: list[dict[str, Any]] = [{"params": list(policy.parameters())}]
+    groups: list[dict[str, Any]] = [{"params": [p for p in policy.parameters() if p.requires_grad]}]
     log_z_head = None
     if cfg.trainer.log_z_lr is not None:
         hidden_size = policy.config.get_text_config().hidden_size
@@ -582,14 +583,17 @@ def make_buffer(setup: Setup) -> Buffer:
     )
 
 
-def load_model(setup: Setup, trainers: dist.ProcessGroup | None = None) -> PreTrainedModel:
+def load_model(
+    setup: Setup, trainers: dist.ProcessGroup | None = None, *, trained: bool = False
+) -> PreTrainedModel:
     """Policy or reference in float32, ready for its layout.
 
     Args:
         trainers: shard it over these ranks, each of which must call it; None: a copy of its own.
+        trained: with adapters and compiled layers, if so configured.
 
     Raises:
-        UserError: this kind of model can't read packed rows.
+        UserError: this kind of model can't read packed rows, have the adapters, or be compiled.
     """
     model = modeling.load_policy(
         setup.path,
@@ -597,6 +601,11 @@ def load_model(setup: Setup, trainers: dist.ProcessGroup | None = None) -> PreTr
         dtype=torch.float32,
         trust_remote_code=setup.cfg.model.trust_remote_code,
     )
+    if trained and setup.cfg.trainer.lora.rank:
+        try:
+            add_adapters(model, setup.cfg.trainer.lora, seed=setup.cfg.seed)
+        except ValueError as error:
+            raise config.UserError(str(error)) from error
     if trainers is not None:
         shard(
             model,
@@ -611,6 +620,11 @@ def load_model(setup: Setup, trainers: dist.ProcessGroup | None = None) -> PreTr
             modeling.prepare_for_packing(model, attention, compute_dtype=setup.compute_dtype)
         except ValueError as error:
             raise config.UserError(f"trainer.packing: {error}") from error
+    if trained and setup.cfg.trainer.compile:
+        try:
+            modeling.compile_layers(model)
+        except ValueError as error:
+            raise config.UserError(str(error)) from error
     return model
 
 

@@ -31,6 +31,7 @@ from comm import Channel, Control, Kind, Ranks, gather_texts
 from engine import HFEngine
 from evaluate import EvalConfig, held_out_sums
 from gradient import accumulate_gradient, step_stats
+from lora import LoraConfig
 from losses import LossOutput
 from metrics import IdleClock, Metrics, draw_figure, write_rollouts, write_summary
 from model import (
@@ -39,6 +40,7 @@ from model import (
     LogprobsConfig,
     LogZHead,
     response_logprobs,
+    uncompiled,
     unique_response_logprobs,
 )
 from offline import TrajectoryWriter
@@ -47,7 +49,6 @@ from parallel import (
     ParallelConfig,
     clip_gradients,
     copy_into,
-    full,
     is_sharded,
     sum_over_trainers,
     whole,
@@ -56,7 +57,7 @@ from rewards import FAILURES, Scorer
 from schedules import beta_at, lr_at
 from tasks.task import Problem, Task
 from trajectory import Trajectory, unpack
-from weights import Publisher, gather_for_publisher
+from weights import Publisher, gather_for_publisher, named_weights
 
 logger = logging.getLogger("tba")
 
@@ -102,6 +103,8 @@ class TrainerConfig:
     packing: PackingConfig = field(default_factory=PackingConfig)
     logprobs: LogprobsConfig = field(default_factory=LogprobsConfig)
     gradient_checkpointing: bool = False
+    compile: bool = False  # torch.compile of the policy's layers; needs a C++ compiler
+    lora: LoraConfig = field(default_factory=LoraConfig)
     publish_every: int = 1  # k: steps between two publications of the weights
     # Steps after which the reference becomes the current policy (the paper's TBA', rho); 0: never.
     # The trainers then hold the reference and compute its log-probs when they draw.
@@ -317,7 +320,7 @@ def evaluate_policy(parts: TrainerParts, evaluator: Evaluator, version: int) -> 
     parts.control.progress("evaluating held-out problems", parts.control.startup_timeout_s)
     training = parts.policy.training
     parts.policy.eval()  # with gradient checkpointing, generation in train mode has no cache
-    with whole(parts.policy, evaluator.parallel):
+    with uncompiled(), whole(parts.policy, evaluator.parallel):
         share = held_out_sums(
             evaluator.engine,
             evaluator.task,
@@ -391,8 +394,9 @@ def reset_reference(parts: TrainerParts, *, version: int) -> None:
     Every stored reference log-prob is invalid from now on; each is computed anew when it is drawn.
     """
     assert parts.reference is not None
-    for mine, new in zip(parts.reference.parameters(), parts.policy.parameters(), strict=True):
-        copy_into(mine, full(new))
+    mine = dict(parts.reference.named_parameters())
+    for name, new in named_weights(parts.policy):
+        copy_into(mine[name], new)
     parts.reference_version = version
 
 
@@ -530,7 +534,7 @@ def publish(
     with parts.clock.busy("publish"):
         meta: dict[str, Any] = {}
         if probe:
-            with torch.no_grad():
+            with torch.no_grad(), uncompiled():
                 values = response_logprobs(
                     parts.policy,
                     [tokens[:1] for tokens in parts.probe_tokens],

@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from lora import adapted_layers, merged_weight
 from parallel import full, is_sharded
 
 logger = logging.getLogger("tba")
@@ -73,27 +74,48 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def named_weights(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Parameters in checkpoint names, each shared tensor once (a tied head travels with its
-    embedding: `named_parameters` leaves out the second name of one tensor)."""
-    return list(model.named_parameters(remove_duplicate=True))
+def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights in checkpoint names, made one at a time; adapters are merged into their layers.
+
+    Each shared tensor comes once: a tied head travels with its embedding. A merged weight is a new
+    float32 tensor, any other is the parameter's own memory or, of a sharded model, gathered; every
+    rank must then take them all.
+    """
+    for name, parameter, adapted in _checkpoint_parameters(model):
+        yield name, full(parameter) if adapted is None else merged_weight(adapted, full)
+
+
+def _checkpoint_parameters(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module | None]]:
+    """(checkpoint name, parameter, the layer whose adapter changes it) without adapters' own."""
+    layers = adapted_layers(model)
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        if name.partition(".lora_")[0] in layers:
+            continue
+        layer, inside, last = name.partition(".base_layer.")
+        if inside and layer in layers:
+            yield f"{layer}.{last}", parameter, layers[layer] if last == "weight" else None
+        else:
+            yield name, parameter, None
 
 
 def gather_for_publisher(model: torch.nn.Module) -> None:
     """A sharded model's other ranks join in each time its publisher may copy the parameters."""
     if is_sharded(model):
-        for _, parameter in named_weights(model):
-            full(parameter)
+        for _ in named_weights(model):
+            pass
 
 
 def manifest(model: torch.nn.Module, dtype: torch.dtype) -> list[TensorSpec]:
-    """The layout of `model`'s weights in one flat buffer of `dtype`.
+    """The layout of `model`'s weights in one flat buffer of `dtype`, in the order of
+    `named_weights`, from their names and shapes alone.
 
     >>> [(s.name, s.offset) for s in manifest(torch.nn.Linear(3, 2), torch.bfloat16)]
     [('weight', 0), ('bias', 16)]
     """
     specs, offset = [], 0
-    for name, parameter in named_weights(model):
+    for name, parameter, _ in _checkpoint_parameters(model):
         spec = TensorSpec(name, tuple(parameter.shape), str(dtype), offset)
         specs.append(spec)
         offset += -(-spec.num_bytes // _ALIGN) * _ALIGN
@@ -261,10 +283,10 @@ class Publisher:
         if skipped:
             gather_for_publisher(model)
             return False
-        for (_, parameter), (_, view) in zip(
+        for (_, weight), (_, view) in zip(
             named_weights(model), views(snapshot.flat, self.specs), strict=True
         ):
-            view.copy_(full(parameter))
+            view.copy_(weight)
         if snapshot.flat.is_cuda:
             torch.cuda.current_stream().synchronize()  # the thread reads on a stream of its own
         snapshot.version, snapshot.flags, snapshot.meta = version, flags, meta or {}
