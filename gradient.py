@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,6 +46,7 @@ def accumulate_gradient(
     layout: Layout = PADDED,
     group: dist.ProcessGroup | None = None,
     reduce_every_micro_batch: bool = False,
+    phases: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, float]:
     """Adds the gradient of the step's loss to `.grad`, micro-batch by micro-batch.
 
@@ -61,6 +63,7 @@ def accumulate_gradient(
         group: trainers over which the policy is sharded, each of which must call it: they take
             equally many passes. None: it is not sharded.
         reduce_every_micro_batch: of a sharded policy, see `ParallelConfig`.
+        phases: `forward`, `logprobs` and `backward` are its contexts, see `accounting.Phases`.
 
     Returns:
         Sums over the groups at hand: `loss/...` and `policy/...` of the objective (they add up to
@@ -70,7 +73,12 @@ def accumulate_gradient(
         ValueError: a response is longer than a packed micro-batch may be.
     """
     forward = partial(
-        response_logprobs, policy, temperature=temperature, autocast=autocast, layout=layout
+        response_logprobs,
+        policy,
+        temperature=temperature,
+        autocast=autocast,
+        layout=layout,
+        phases=phases,
     )
     device = next(policy.parameters()).device
     lockstep = partial(in_lockstep, group=group, device=device)
@@ -109,14 +117,16 @@ def accumulate_gradient(
     for item, last in lockstep(passes):
         reduce_gradients(policy, last or reduce_every_micro_batch)
         if item is None:
-            (forward(NOTHING, NOTHING) * 0.0).sum().backward()
-            continue
-        i, piece = item
-        logprobs = forward(*micros[i].pairs(piece))
-        if i in weights:
-            (logprobs * weights[i][_positions(micros[i], piece)]).sum().backward()
+            value = (forward(NOTHING, NOTHING) * 0.0).sum()
         else:
-            loss(micros[i], logprobs).backward()
+            i, piece = item
+            logprobs = forward(*micros[i].pairs(piece))
+            if i in weights:
+                value = (logprobs * weights[i][_positions(micros[i], piece)]).sum()
+            else:
+                value = loss(micros[i], logprobs)
+        with phases("backward"):
+            value.backward()
     return {name: float(value) for name, value in sums.items()}
 
 

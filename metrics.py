@@ -21,7 +21,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -71,15 +71,21 @@ METRICS: dict[str, str] = {
     "time/step_s": "wall-clock of this step, seconds",
     "time/draw_s": "of which drawing from the buffer",
     "time/reference_s": "of which reference log-probs that a drawn response lacked",
-    "time/forward_backward_s": "of which forward, loss and backward",
-    "time/optimizer_s": "of which clipping and the optimizer",
+    "time/gradient_s": "of which the gradient: the next three, rows and losses",
+    "time/forward_s": "of which hidden states, forward",
+    "time/logprobs_s": "of which log-probs of hidden states, forward",
+    "time/backward_s": "of which backward",
+    "time/optimizer_s": "of which adding up the trainers' gradients, clipping, the optimizer",
     "time/publish_s": "of which taking the snapshot that is broadcast in the background",
     "time/generated_tokens_per_s": "response tokens generated a second, all searchers",
     "time/trained_tokens_per_s": "response tokens trained on a second, all trainers",
+    "time/model_tflop_per_s": "needed arithmetic of trainer 0's gradient and optimizer, TFLOP/s",
+    "time/mfu": "the same over the rate of a matrix product, measured at the start",
     "time/trainer_idle_fraction": "share of wall-clock the trainers waited",
     "time/searcher_idle_fraction": "share of wall-clock the searchers waited",
     "time/trainer_waiting_<reason>_s": "seconds the trainers waited, by what for",
     "time/searcher_waiting_<reason>_s": "seconds the searchers waited, by what for",
+    "memory/peak_gb": "most memory of trainer 0 so far, GB: torch's on a GPU, else the process's",
     "weights/version": "weights version last published",
     "weights/broadcast_s": "seconds the last broadcast took, in the background",
     "weights/load_s": "seconds an engine took to load it",
@@ -334,6 +340,7 @@ class IdleClock:
 
     Args:
         now: clock in seconds.
+        mark: every context opens one of these by its name, too: a profiler's, say.
 
     >>> ticks = iter([0.0, 6.0, 9.0, 10.0])
     >>> clock = IdleClock(now=lambda: next(ticks))
@@ -343,8 +350,13 @@ class IdleClock:
     0.3
     """
 
-    def __init__(self, *, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+    def __init__(
+        self,
+        *,
+        now: Callable[[], float] = time.perf_counter,
+        mark: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._now, self._mark = now, mark
         self._open: list[tuple[bool, str]] = []  # (waiting?, name) of the contexts we are in
         self.start()
 
@@ -387,7 +399,8 @@ class IdleClock:
         self._charge()
         self._open.append((waits, name))
         try:
-            yield
+            with self._mark(name):
+                yield
         finally:
             self._charge()
             self._open.pop()

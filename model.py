@@ -287,6 +287,7 @@ def response_logprobs(
     temperature: float,
     autocast: torch.dtype | None = None,
     layout: Layout = PADDED,
+    phases: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Tensor:
     """Log-probs of the response tokens under `model` at `temperature`, float32 [N] (nats).
 
@@ -300,6 +301,7 @@ def response_logprobs(
         autocast=autocast,
         layout=layout,
         entropy=False,
+        phases=phases,
     )
     return logprobs
 
@@ -313,8 +315,12 @@ def logprobs_and_entropies(
     autocast: torch.dtype | None = None,
     layout: Layout = PADDED,
     entropy: bool = True,
+    phases: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[Tensor, Tensor | None]:
     """`response_logprobs`, and the entropy of the policy at each of those tokens (nats).
+
+    Args:
+        phases: `forward` and `logprobs` are entered as its contexts, see `accounting.Phases`.
 
     Returns:
         float32 [N] twice, both differentiable; the second is None without `entropy`.
@@ -324,7 +330,9 @@ def logprobs_and_entropies(
     """
     device = next(model.parameters()).device
     with _autocast(device, autocast):
-        return call(model, _forward, model, prompts, responses, temperature, layout, entropy)
+        return call(
+            model, _forward, model, prompts, responses, temperature, layout, entropy, phases
+        )
 
 
 def _forward(
@@ -334,30 +342,34 @@ def _forward(
     temperature: float,
     layout: Layout,
     entropy: bool,
+    phases: Callable[[str], AbstractContextManager[Any]],
 ) -> tuple[Tensor, Tensor | None]:
     device = next(model.parameters()).device
     head = head_options(model)
-    if layout.packed:
-        assert head is not None, "prepare_for_packing refuses such a model"
-        row = pack(prompts, responses, share_prompts=layout.share_prompts, device=device)
-        hidden, targets = packed_hidden(model, row), row.targets  # [N, H], [N]
-    else:
-        batch = pad(prompts, responses, device)
-        targets = batch.targets
+    with phases("forward"):
+        if layout.packed:
+            assert head is not None, "prepare_for_packing refuses such a model"
+            row = pack(prompts, responses, share_prompts=layout.share_prompts, device=device)
+            hidden, targets = packed_hidden(model, row), row.targets  # [N, H], [N]
+        else:
+            batch = pad(prompts, responses, device)
+            targets = batch.targets
+            whole = model if head is None else model.base_model
+            output = whole(input_ids=batch.input_ids, use_cache=False)
+            states = output.logits if head is None else output.last_hidden_state
+            hidden = states[batch.rows, batch.columns]  # [N, H], or logits [N, V]
+    with phases("logprobs"):
         if head is None:
-            logits = model(input_ids=batch.input_ids, use_cache=False).logits
-            return _from_logits(logits[batch.rows, batch.columns], targets, temperature, entropy)
-        states = model.base_model(input_ids=batch.input_ids, use_cache=False)
-        hidden = states.last_hidden_state[batch.rows, batch.columns]  # [N, H]
-    return selected_logprobs(
-        hidden,
-        targets=targets,
-        temperature=temperature,
-        chunk_tokens=layout.chunk_tokens,
-        chunk_vocabulary=layout.chunk_vocabulary,
-        entropy=entropy,
-        **head,
-    )
+            return _from_logits(hidden, targets, temperature, entropy)
+        return selected_logprobs(
+            hidden,
+            targets=targets,
+            temperature=temperature,
+            chunk_tokens=layout.chunk_tokens,
+            chunk_vocabulary=layout.chunk_vocabulary,
+            entropy=entropy,
+            **head,
+        )
 
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

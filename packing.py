@@ -203,7 +203,7 @@ def packed_hidden(model: PreTrainedModel, packed: Packed) -> Tensor:
         # A mask of four dimensions is handed to the layers as it is, so none is built of [L, L].
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.input_ids.device),
         use_cache=False,
-        packed_plan={window: plan(packed, window) for window in _windows(config)},
+        packed_plan={window: plan(packed, window) for window in set(layer_windows(config))},
     ).last_hidden_state  # [1, L, H]
     return hidden[0].index_select(0, packed.index)
 
@@ -250,11 +250,13 @@ def _refusal(config: Any, why: str) -> ValueError:
     )
 
 
-def _windows(config: Any) -> set[int | None]:
-    """The sliding windows of a model's layers, in tokens; None: a layer sees everything."""
+def layer_windows(config: Any) -> list[int | None]:
+    """The sliding window of each of a model's layers, in tokens; None: it sees everything."""
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
-    return {_window(window, kind) for kind in types} if types else {window}
+    if not types:
+        return [window] * config.num_hidden_layers
+    return [_window(window, kind) for kind in types]
 
 
 def _window(window: int | None, layer_type: str) -> int | None:

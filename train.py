@@ -47,12 +47,13 @@ from transformers.utils.logging import disable_progress_bar
 import config
 import model as modeling
 import offline
+from accounting import make_accounting
 from buffer import Buffer, Group
 from comm import Channel, Control, Ranks, broadcast_text, init_world, ranks_from_environment
 from engine import EngineOptions, HFEngine, engine_port, make_engine, pin_process
 from gradient import make_batch, step_stats
 from lora import add_adapters
-from metrics import Metrics, setup_logging
+from metrics import IdleClock, Metrics, setup_logging
 from offline import TrajectoryWriter
 from parallel import ParallelConfig, shard
 from rewards import Scorer, make_scorer
@@ -419,6 +420,13 @@ def build_trainer(
         if lead
         else None
     )
+    accounting = make_accounting(
+        policy,
+        dtype=setup.compute_dtype or policy.dtype,
+        profile_folder=run_dir / "profile" if cfg.trainer.profile else None,
+        name=f"trainer-{ranks.rank}",
+        total_steps=cfg.trainer.steps,
+    )
     return TrainerParts(
         ranks=ranks,
         control=control,
@@ -441,6 +449,8 @@ def build_trainer(
         log_z_head=log_z_head,
         layout=setup.layout,
         autocast=None if setup.sharded else setup.compute_dtype,
+        clock=IdleClock(mark=accounting.mark),
+        accounting=accounting,
         writer=make_writer(setup, run_dir) if channel is not None else None,
         evaluator=make_evaluator(setup, control, policy) if channel is None else None,
     )

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from accounting import Accounting
 from buffer import Buffer, Group
 from checkpoint import save_policy, whole_state
 from comm import Channel, Control, Kind, Ranks, gather_texts
@@ -110,6 +111,7 @@ class TrainerConfig:
     # The trainers then hold the reference and compute its log-probs when they draw.
     reference_reset_every: int = 0
     log_z_lr: float | None = None  # learning rate of a log Z head; null: there is none
+    profile: bool = False  # a trace of a few steps, in the run folder's profile/
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,6 +143,7 @@ class TrainerParts:
     writer: TrajectoryWriter | None = None  # keeps every trajectory that arrives
     evaluator: Evaluator | None = None  # mode=offline
     clock: IdleClock = field(default_factory=IdleClock)
+    accounting: Accounting = field(default_factory=Accounting)
     arrivals: Arrivals = field(default_factory=lambda: Arrivals())
     totals: Totals = field(default_factory=lambda: Totals())
 
@@ -218,6 +221,7 @@ def train(
     publish(parts, 0, evaluate=evaluation.before, probe=True)
     fill(parts, prompts_per_draw, initial_trajectories, lockstep=lockstep)
     parts.clock.start()
+    parts.accounting.start()
     parts.totals.training_started = time.monotonic()
     parts.totals.tokens_before = parts.arrivals.generated_tokens
     for step in range(cfg.steps):
@@ -451,7 +455,8 @@ def update_policy(
     stats = step_stats(groups, parts.group, next(parts.policy.parameters()).device)
     beta = beta_at(step, **beta_schedule(cfg))
     rate = lr_at(step, **lr_schedule(cfg))
-    with parts.clock.busy("forward_backward"):
+    phases = parts.accounting.phases
+    with phases("gradient"):
         sums = accumulate_gradient(
             parts.policy,
             groups,
@@ -465,8 +470,9 @@ def update_policy(
             layout=parts.layout,
             group=lockstep_group(parts, parts.policy),
             reduce_every_micro_batch=cfg.parallel.reduce_every_micro_batch,
+            phases=phases,
         )
-    with parts.clock.busy("optimizer"):
+    with phases("optimizer"):
         trained = [p for settings in parts.optimizer.param_groups for p in settings["params"]]
         sums = sum_over_trainers(trained, sums, parts.group)
         grad_norm = clip_gradients(list(parts.policy.parameters()), cfg.max_grad_norm)
@@ -558,6 +564,11 @@ def report(
 ) -> None:
     """Metrics, the progress line and, at intervals, rollouts to read (trainer 0)."""
     drawn = [t for group in groups for t in group.trajectories]
+    costs = parts.accounting.end_step(
+        [t.prompt_tokens for t in drawn],
+        [t.response_tokens for t in drawn],
+        share_prompts=parts.layout.packed and parts.layout.share_prompts,
+    )
     totals = parts.totals
     totals.drawn += len(drawn)
     totals.tokens += values["tokens"]
@@ -578,6 +589,7 @@ def report(
             **stale,
             "buffer/reuse_mean": float(np.mean([uses for group in groups for uses in group.uses])),
             "time/step_s": step_s,
+            **costs,
             **arrival_metrics(parts.arrivals),
             **state_metrics(parts, version=step + 1),
         }
@@ -696,6 +708,7 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
         "staleness_max": totals.staleness_max if online else None,
         "generated_tokens_per_s": rates["time/generated_tokens_per_s"],
         "trained_tokens_per_s": rates["time/trained_tokens_per_s"],
+        **parts.accounting.summary(),
         "duplicate_fraction": rates["buffer/duplicate_fraction"],
         "engine_logprob_gap": max(arrivals.logprob_gap.values(), default=None),
         "accuracy_by_step": {str(step): value for step, value in accuracy.items()},

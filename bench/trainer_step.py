@@ -15,10 +15,9 @@ with the same model, objective, clipping and AdamW, weights in float32 and produ
 
 Peak memory is of the resident set of a process that does nothing else (Linux; on a GPU what torch
 has allocated), above its rest with parameters, gradients and optimizer states. `mfu` is the
-arithmetic that packed rows need (matrix products of their tokens, the head at response tokens
-alone, attention to what each token sees; forward once and backward twice that, nothing that is
-computed again) over time, over the best rate of a 2048 x 2048 x 2048 product measured between the
-rounds, in the same dtype and threads. `gradient_cosine` is between the gradients of both.
+arithmetic that packed rows need (`accounting.ModelFlops`) over time, over the best rate of a matrix
+product measured between the rounds, in the same dtype and threads (`accounting.product_peak`).
+`gradient_cosine` is between the gradients of both.
 """
 
 from __future__ import annotations
@@ -45,11 +44,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from accounting import model_flops, product_peak
 from buffer import Group
 from gradient import accumulate_gradient, make_batch, step_stats
 from losses import tb_vargrad
 from model import Layout, load_policy, prepare_for_packing
-from packing import num_tokens, pack
+from packing import num_tokens
 from pretrained import build_smollm2, cached
 from trajectory import StepStats, Trajectory
 
@@ -73,7 +73,6 @@ ANSWERS = [
 ]
 PADDED_RESPONSE = 512  # tokens
 TEMPERATURE, BETA, MAX_GRAD_NORM = 1.0, 0.02, 1.0
-PRODUCT = 2048  # side of the measured matrix product
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 START = time.perf_counter()
@@ -261,47 +260,16 @@ def step_times(
     """Median seconds of a step of each way, and the best rate of a matrix product (FLOP/s)."""
     optimizer = make_optimizer(policy)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    peak = product_rate()
+    peak = product_peak(DEVICE, DTYPE)
     for number in range(rounds):
         for way in WAYS:
             prepare(policy, way)
             started = time.perf_counter()
             step(way, policy, optimizer, groups)
             seconds[way].append(time.perf_counter() - started)
-            peak = max(peak, product_rate())
+            peak = max(peak, product_peak(DEVICE, DTYPE))
         say(f"round {number}: " + ", ".join(f"{way} {s[-1]:.2f} s" for way, s in seconds.items()))
     return {way: median(values) for way, values in seconds.items()}, peak
-
-
-def product_rate() -> float:
-    """FLOP/s of a square matrix product; the best of several."""
-    left, right = (torch.randn(PRODUCT, PRODUCT, device=DEVICE).to(DTYPE) for _ in range(2))
-    out = torch.empty_like(left)
-    best = 0.0
-    for _ in range(8):
-        started = time.perf_counter()
-        torch.mm(left, right, out=out)
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-        best = max(best, 2 * PRODUCT**3 / (time.perf_counter() - started))
-    return best
-
-
-def needed_flops(policy: PreTrainedModel, groups: Sequence[Group]) -> float:
-    """Of one step on packed rows: see the head of this file."""
-    config = policy.config
-    linear = [m for m in policy.base_model.modules() if isinstance(m, torch.nn.Linear)]
-    body = sum(m.weight.numel() for m in linear)
-    head = policy.get_output_embeddings().weight.numel()
-    head_size = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * head_size
-    row = pack(*sequences(groups), share_prompts=True, device=torch.device("cpu"))
-    tokens = row.input_ids.shape[1]
-    seen = int((row.position_ids + 1).sum())  # by each token, all tokens together
-    forward = 2 * (body * tokens + head * len(row.targets) + attention * seen)
-    return 3.0 * forward
 
 
 # --------------------------------------------------------------------------- memory
@@ -384,7 +352,7 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
     cosine = compare_gradients(policy, groups)
     say(f"cosine between the gradients of both: {cosine:.6f}")
     seconds, peak = step_times(policy, groups, size.rounds)
-    needed = needed_flops(policy, groups)
+    needed = model_flops(policy).of(*sequences(groups), share_prompts=True)
     result: dict[str, Any] = {
         "speedup_vs_padded": seconds["padded"] / seconds["packed"],
         "peak_memory_ratio": memory["padded"] / memory["packed"],

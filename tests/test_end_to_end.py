@@ -1,5 +1,6 @@
 """The user's own command, torchrun and all: runs that learn, and runs that must end."""
 
+import gzip
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -135,6 +137,7 @@ def test_packed_rows_change_no_loss(tmp_path, random_model):
             "trainer.tokens_per_micro_batch=100",  # several micro-batches
             "eval.num_problems=4",
             f"trainer.packing.attention={attention}",
+            f"trainer.profile={attention == 'auto'}",
             f"model.path={random_model}",
             f"run.root={tmp_path}",
             f"run.name={attention}",
@@ -145,6 +148,26 @@ def test_packed_rows_change_no_loss(tmp_path, random_model):
         losses[attention] = [r["loss/total"] for r in records if "loss/total" in r]
     assert len(set(losses["off"])) == 6
     assert losses["auto"] == pytest.approx(losses["off"], rel=0, abs=1e-5)
+    costs_are_accounted_for(tmp_path / "auto", records)
+    assert not (tmp_path / "off" / "profile").exists()
+
+
+def costs_are_accounted_for(folder: Path, records: list[dict]) -> None:
+    """Time by phase, utilisation and a trace, of a run with `trainer.profile=true`."""
+    last = [r for r in records if "time/mfu" in r][-1]
+    parts = [last[f"time/{name}_s"] for name in ("forward", "logprobs", "backward")]
+    assert 0.5 * last["time/gradient_s"] < sum(parts) < last["time/gradient_s"]
+    assert min(parts) > 0 and last["time/optimizer_s"] > 0 and last["memory/peak_gb"] > 0.1
+    summary = summary_of(folder)
+    assert 0 < summary["mfu"] < 1
+    rate = summary["model_tflop_per_s"]
+    assert rate == pytest.approx(summary["mfu"] * summary["product_tflop_per_s"])
+    with gzip.open(folder / "profile" / "trainer-0.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    named = Counter(e["name"] for e in events if e.get("cat") == "user_annotation")
+    assert named["gradient"] == named["optimizer"] == named["publish"] == 3  # steps
+    assert named["forward"] == named["logprobs"] >= 6  # micro-batches
+    assert {"draw", "backward", "round"} <= named.keys()
 
 
 @pytest.mark.slow

@@ -84,7 +84,10 @@ def test_documented_names():
     assert is_documented("time/trainer_waiting_weights_s")
     for name in ("reward/", "reward/a/b", "time/trainer_waiting__x", "policy/kl", "mean"):
         assert not is_documented(name), name
-    prefixes = ("reward", "loss", "policy", "buffer", "staleness", "time", "weights", "eval")
+    prefixes = (
+        *("reward", "loss", "policy", "buffer", "staleness"),
+        *("time", "memory", "weights", "eval"),
+    )
     for name, description in METRICS.items():
         assert name.split("/")[0] in prefixes and name.count("/") == 1
         assert description and "\n" not in description and len(description) < 80
