@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -321,21 +322,32 @@ _FLOAT32_KEYS = 384
 class _SegmentsPlan:
     lengths: tuple[int, ...]
     prompts: tuple[int, ...]
-    masks: list[Tensor | None]  # bool [T, P + T] of each segment; None: causal
+    causal: list[slice]  # place of each segment in the row
+    whole: list[tuple[slice, slice]]  # of the responses to a shared prompt, and of the prompt
+    windowed: bool  # some segment reaches further than the window
+    window: int | None
+    masks: list[Tensor | None] | None = None  # made on first use, see `_masks`
 
 
 def _plan_segments(packed: Packed, window: int | None) -> _SegmentsPlan:
-    masks: list[Tensor | None] = []
-    for length, prompt in zip(packed.lengths, packed.prompts, strict=True):
-        before = packed.lengths[prompt] if prompt >= 0 else 0
-        mask = None
-        if before or (window is not None and length > window):
-            full = (length, before + length)
-            mask = torch.ones(full, dtype=torch.bool, device=packed.index.device).tril(before)
-            if window is not None:
-                mask = mask.triu(before - window + 1)
-        masks.append(mask)
-    return _SegmentsPlan(lengths=packed.lengths, prompts=packed.prompts, masks=masks)
+    ends = np.cumsum(packed.lengths).tolist()
+    causal = [slice(end - n, end) for end, n in zip(ends, packed.lengths, strict=True)]
+    whole = []
+    for prompt in sorted(set(packed.prompts) - {-1}):  # their responses lie side by side
+        places = [causal[i] for i, p in enumerate(packed.prompts) if p == prompt]
+        whole.append((slice(places[0].start, places[-1].stop), causal[prompt]))
+    reach = [
+        n + (packed.lengths[p] if p >= 0 else 0)
+        for n, p in zip(packed.lengths, packed.prompts, strict=True)
+    ]
+    return _SegmentsPlan(
+        lengths=packed.lengths,
+        prompts=packed.prompts,
+        causal=causal,
+        whole=whole,
+        windowed=window is not None and max(reach) > window,
+        window=window,
+    )
 
 
 @torch.compiler.disable  # the loop over segments would be compiled anew for every row
@@ -347,6 +359,10 @@ def _attend_segments(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
+    if query.device.type == "cpu" and not plan.windowed and query.shape[-1] == value.shape[-1]:
+        return _SegmentsOnCpu.apply(query, key, value, plan, scale)
+    if plan.masks is None:
+        plan.masks = _masks(plan, query.device)
     # split, not slices: the gradient of every slice would be as long as the row
     queries, keys, values = (x.split(plan.lengths, dim=2) for x in (query, key, value))
     outputs = []
@@ -357,6 +373,90 @@ def _attend_segments(
             v = torch.cat([values[prompt], v], dim=2)
         outputs.append(_sdpa(queries[i], k, v, plan.masks[i], scale))
     return torch.cat(outputs, dim=2)
+
+
+def _masks(plan: _SegmentsPlan, device: torch.device) -> list[Tensor | None]:
+    """bool [T, P + T] of each segment; None: causal."""
+    masks: list[Tensor | None] = []
+    for length, prompt in zip(plan.lengths, plan.prompts, strict=True):
+        before = plan.lengths[prompt] if prompt >= 0 else 0
+        mask = None
+        if before or (plan.window is not None and length > plan.window):
+            mask = torch.ones(length, before + length, dtype=torch.bool, device=device).tril(before)
+            if plan.window is not None:
+                mask = mask.triu(before - plan.window + 1)
+        masks.append(mask)
+    return masks
+
+
+class _SegmentsOnCpu(torch.autograd.Function):
+    """Attention without masks, whose memory grows with the row and not with a response's square.
+
+    Every segment attends to itself, causally; then all responses to a prompt attend to the whole
+    of it in one call. The two halves of a softmax are joined by their log-sum-exps, as blocks are
+    in Ring Attention (arXiv 2310.01889); the kernel's backward pass takes the joint log-sum-exp
+    and output, and gives each half's part of the gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        plan: _SegmentsPlan,
+        scale: float | None,
+    ) -> Tensor:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        out = torch.empty_like(query.transpose(1, 2), dtype=dtype).transpose(1, 2)
+        sums = query.new_empty(query.shape[:3], dtype=dtype)  # log-sum-exps [1, H, L]
+        for place in plan.causal:
+            pieces = _for_kernel((query, place), (key, place), (value, place))
+            out[:, :, place], sums[:, :, place] = attend(*pieces, 0.0, True, scale=scale)
+        for responses, prompt in plan.whole:
+            pieces = _for_kernel((query, responses), (key, prompt), (value, prompt))
+            before, before_sums = attend(*pieces, 0.0, False, scale=scale)
+            own_sums = sums[:, :, responses]
+            share = torch.sigmoid(before_sums - own_sums)[..., None]  # of the prompt
+            out[:, :, responses].lerp_(before.to(dtype), share.to(dtype))
+            torch.logaddexp(own_sums, before_sums.to(dtype), out=own_sums)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        query, key, value, out, sums = ctx.saved_tensors
+        gradient = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = [torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
+
+        def parts(queries: slice, keys: slice, *, causal: bool) -> Any:
+            q, k, v, o, g = _for_kernel(
+                (query, queries), (key, keys), (value, keys), (out, queries), (grad, queries)
+            )
+            return gradient(g, q, k, v, o, sums[:, :, queries], 0.0, causal, scale=ctx.scale)
+
+        for place in ctx.plan.causal:
+            for total, part in zip(grads, parts(place, place, causal=True), strict=True):
+                total[:, :, place] = part
+        for responses, prompt in ctx.plan.whole:
+            places = responses, prompt, prompt
+            for total, place, part in zip(
+                grads, places, parts(responses, prompt, causal=False), strict=True
+            ):
+                total[:, :, place] += part
+        return *grads, None, None
+
+
+def _for_kernel(*pieces: tuple[Tensor, slice]) -> list[Tensor]:
+    """Pieces of rows in the dtype in which the kernel is faster; the second holds the keys."""
+    cut = [x[:, :, place] for x, place in pieces]
+    if cut[1].shape[2] <= _FLOAT32_KEYS and cut[0].dtype in (torch.bfloat16, torch.float16):
+        cut = [x.float() for x in cut]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in cut]
 
 
 def _sdpa(

@@ -651,3 +651,52 @@ def test_a_response_longer_than_a_micro_batch_names_the_number_to_set() -> None:
 def test_examples_in_docstrings() -> None:
     results = doctest.testmod(packing)
     assert results.failed == 0 and results.attempted >= 3
+
+
+# --------------------------------------------------------------------------- segments on CPU
+
+
+def attended(
+    prompt: int, responses: Sequence[int], attention: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """Output of attention with grouped heads over one row, and the gradients of its inputs."""
+    prompts = [np.arange(prompt)] * len(responses)
+    row = pack(prompts, [np.arange(n) for n in responses], share_prompts=True, device=CPU)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(1, row.input_ids.shape[1], heads, 16, generator=generator).transpose(1, 2)
+        for heads in (4, 2, 2, 4)
+    )
+    leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+    kind = packing.ATTENTIONS[attention]
+    out = kind.attend(*leaves, kind.plan(row, None), 0.3, None)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "rough"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("lengths", [(3, [2, 9, 1, 5]), (420, [30, 500]), (5, [450, 3])])
+def test_segments_join_prompt_and_response(
+    lengths: tuple[int, list[int]], dtype: torch.dtype, rough: float
+) -> None:
+    """On both sides of the length up to which the CPU kernel runs in float32."""
+    got = attended(*lengths, "segments", dtype)
+    want = attended(*lengths, "sdpa", torch.float64)
+    for x, exact in zip(got, want, strict=True):
+        assert x.dtype == dtype
+        assert float((x - exact).norm() / exact.norm()) < rough
+
+
+def test_segments_keep_nothing_that_grows_with_a_response_squared() -> None:
+    def saved(length: int) -> int:
+        total = 0
+
+        def count(x: torch.Tensor) -> torch.Tensor:
+            nonlocal total
+            total += x.nbytes
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            attended(64, [length] * 2, "segments", torch.bfloat16)
+        return total
+
+    assert saved(1024) < 2 * saved(512)
