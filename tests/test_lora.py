@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from safetensors.torch import load_file
 from test_end_to_end import FAST, run, summary_of
 from test_end_to_end import random_model as random_model  # a fixture
 from test_trainer import expected, make_parts, trajectories
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from checkpoint import save_policy
+from checkpoint import save_policy, whole_state
 from lora import LoraConfig, adapted_layers, add_adapters, check_lora
 from model import (
     PADDED,
@@ -28,6 +30,7 @@ from model import (
     prepare_for_packing,
     response_logprobs,
 )
+from parallel import ParallelConfig, shard
 from trainer import reset_reference
 from weights import manifest, named_weights
 
@@ -59,10 +62,12 @@ def logprobs(model: PreTrainedModel, layout: Layout = PADDED) -> torch.Tensor:
     return response_logprobs(model, *samples(), temperature=0.7, layout=layout)
 
 
-def train(model: PreTrainedModel, layout: Layout = PADDED, steps: int = 3) -> None:
+def train(
+    model: PreTrainedModel, layout: Layout = PADDED, steps: int = 3, share: float = 1.0
+) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     for _ in range(steps):
-        (logprobs(model, layout) * torch.linspace(-1, 1, 17)).sum().backward()
+        (logprobs(model, layout) * torch.linspace(-share, share, 17)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -195,6 +200,26 @@ def test_a_reset_copies_merged_weights_into_the_reference(tiny_llama: str) -> No
     np.testing.assert_allclose(expected(parts.reference, trajectories()[0]), want, atol=1e-5)
     train(parts.policy)  # the reference must not move along
     np.testing.assert_allclose(expected(parts.reference, trajectories()[0]), want, atol=1e-5)
+
+
+def rank_sharded(rank: int, world_size: int, path: str) -> dict[str, np.ndarray] | None:
+    """Three steps of a policy sharded over all ranks; what rank 0 would save."""
+    model = adapted(path)
+    shard(model, dist.group.WORLD, ParallelConfig(), device=CPU)
+    train(model, share=1 / world_size)
+    state = whole_state(model, keep=rank == 0)
+    return None if state is None else {n: w.numpy() for n, w in state.policy.items()}
+
+
+@pytest.mark.slow
+def test_a_sharded_policy_trains_the_same_adapters(tiny_llama: str) -> None:
+    model = adapted(tiny_llama)
+    train(model)
+    want = whole_state(model, keep=True)
+    results = run_ranks(rank_sharded, 2, tiny_llama, timeout_s=250)
+    assert want is not None and results[1] is None and results[0].keys() == want.policy.keys()
+    for name, weight in want.policy.items():
+        np.testing.assert_allclose(results[0][name], weight.numpy(), atol=1e-4, err_msg=name)
 
 
 def test_targets_choose_layers(tiny_llama: str, tiny_gpt2: str) -> None:
