@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from packing import layer_windows
+from parallel import device_of
 
 logger = logging.getLogger("tba")
 
@@ -454,7 +455,7 @@ def make_accounting(
         name: of the trace's files.
         total_steps: of the run.
     """
-    device = next(policy.parameters()).device
+    device = device_of(policy)
     peak = product_peak(device, dtype)
     logger.info("matrix products: %.3g TFLOP/s in %s", peak / 1e12, str(dtype).split(".")[1])
     flops = None

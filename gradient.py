@@ -28,7 +28,7 @@ from model import (
     split,
 )
 from packing import bins, num_tokens
-from parallel import in_lockstep, reduce_gradients
+from parallel import device_of, in_lockstep, reduce_gradients
 from trajectory import Batch, StepStats
 
 
@@ -80,7 +80,7 @@ def accumulate_gradient(
         layout=layout,
         phases=phases,
     )
-    device = next(policy.parameters()).device
+    device = device_of(policy)
     lockstep = partial(in_lockstep, group=group, device=device)
     micros = _micro_batches(groups, tokens_per_micro_batch, layout)
     features: dict[bytes, Tensor] = {}
@@ -201,7 +201,7 @@ def _features(
     """Prompt tokens -> float32 [H], of which a learned log Z is a function."""
     prompts = [g.trajectories[0].prompt_tokens for g in groups]
     found: dict[bytes, Tensor] = {}
-    device = next(policy.parameters()).device
+    device = device_of(policy)
     chunks = list(micro_batches([len(p) for p in prompts], max_tokens))
     for chunk, _ in in_lockstep(chunks, group, device):
         chosen = NOTHING if chunk is None else [prompts[i] for i in chunk]

@@ -33,7 +33,7 @@ from transformers import (
 
 from logprobs import CHUNK_TOKENS, CHUNK_VOCABULARY, selected_logprobs
 from packing import bins, check_packing, pack, packed_hidden, set_attention
-from parallel import call, decoder_layers, in_lockstep, is_sharded
+from parallel import call, decoder_layers, device_of, in_lockstep, is_sharded
 
 
 @dataclass
@@ -94,7 +94,7 @@ def compile_layers(model: torch.nn.Module, *, backend: str = "inductor") -> None
         layers = decoder_layers(model)
     except ValueError as error:
         raise ValueError(f"trainer.compile=true: {error}; set it to false") from error
-    device = next(model.parameters()).device
+    device = device_of(model)
     try:
         torch.compile(torch.sin, backend=backend)(torch.ones(8, device=device))
     except Exception as error:
@@ -275,7 +275,7 @@ def prepare_for_packing(
             "its logits; set trainer.packing.attention=off"
         )
     dtype = None if is_sharded(model) else compute_dtype
-    with torch.no_grad(), _autocast(model.device, dtype):
+    with torch.no_grad(), _autocast(device_of(model), dtype):
         call(model, check_packing, model)
 
 
@@ -328,7 +328,7 @@ def logprobs_and_entropies(
     Raises:
         ValueError: packed rows, and a model that `prepare_for_packing` has not seen.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     with _autocast(device, autocast):
         return call(
             model, _forward, model, prompts, responses, temperature, layout, entropy, phases
@@ -344,7 +344,7 @@ def _forward(
     entropy: bool,
     phases: Callable[[str], AbstractContextManager[Any]],
 ) -> tuple[Tensor, Tensor | None]:
-    device = next(model.parameters()).device
+    device = device_of(model)
     head = head_options(model)
     with phases("forward"):
         if layout.packed:
@@ -390,7 +390,7 @@ def prompt_features(
     model: PreTrainedModel, prompts: Sequence[np.ndarray], *, autocast: torch.dtype | None = None
 ) -> Tensor:
     """Mean over a prompt's tokens of the last hidden states, float32 [G, H], without gradient."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     input_ids = np.zeros((len(prompts), int(lengths.max())), dtype=np.int64)
     for row, prompt in enumerate(prompts):
@@ -508,7 +508,7 @@ def unique_response_logprobs(
     first, slot_of = distinct(prompts, responses)
     prompts, responses = [prompts[i] for i in first], [responses[i] for i in first]
     values: dict[int, np.ndarray] = {}
-    device = next(model.parameters()).device
+    device = device_of(model)
     parts = split(prompts, responses, tokens_per_micro_batch, layout)
     # FSDP keeps gathered parameters, which inference mode would spoil for training.
     with torch.no_grad() if is_sharded(model) else torch.inference_mode():

@@ -31,6 +31,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from parallel import device_of
+
 
 @dataclass
 class PackingConfig:
@@ -167,7 +169,7 @@ def set_attention(
     """
     if attention == "auto":
         half = (compute_dtype or model.dtype) in (torch.float16, torch.bfloat16)
-        attention = "segments" if model.device.type == "cpu" else "varlen" if half else "flex"
+        attention = "segments" if device_of(model).type == "cpu" else "varlen" if half else "flex"
     if attention not in ATTENTIONS:
         known = ", ".join(["auto", *ATTENTIONS])
         raise ValueError(
@@ -220,7 +222,7 @@ def check_packing(model: PreTrainedModel) -> None:
     Raises:
         ValueError: they differ, so this kind of model can't read packed rows.
     """
-    device = model.device
+    device = device_of(model)
     rng = np.random.default_rng(0)
     vocabulary = model.get_input_embeddings().num_embeddings
     shared, own, *responses = (rng.integers(0, vocabulary, n) for n in (5, 3, 6, 4, 7))

@@ -61,6 +61,14 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes: its shards may lie in host memory."""
+    parameter = next(model.parameters())
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return parameter.device
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The blocks of a transformers model: its longest list of modules.
 

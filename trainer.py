@@ -50,6 +50,7 @@ from parallel import (
     ParallelConfig,
     clip_gradients,
     copy_into,
+    device_of,
     is_sharded,
     sum_over_trainers,
     whole,
@@ -339,7 +340,7 @@ def evaluate_policy(parts: TrainerParts, evaluator: Evaluator, version: int) -> 
     parts.policy.train(training)
     shares = [json.dumps(share)]
     if parts.group is not None:
-        device = next(parts.policy.parameters()).device
+        device = device_of(parts.policy)
         shares = gather_texts(shares[0], parts.group, device)
     if parts.ranks.rank != 0:
         return
@@ -452,7 +453,7 @@ def update_policy(
         FloatingPointError: the gradient is not finite; the policy is left as it was.
     """
     parts.control.progress(f"training step {step}")
-    stats = step_stats(groups, parts.group, next(parts.policy.parameters()).device)
+    stats = step_stats(groups, parts.group, device_of(parts.policy))
     beta = beta_at(step, **beta_schedule(cfg))
     rate = lr_at(step, **lr_schedule(cfg))
     phases = parts.accounting.phases

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from lora import adapted_layers, merged_weight
-from parallel import full, is_sharded
+from parallel import device_of, full, is_sharded
 
 logger = logging.getLogger("tba")
 
@@ -244,7 +244,7 @@ class Publisher:
         self.specs = manifest(model, dtype)
         self.last_broadcast_s = 0.0
         self.num_bytes = flat_bytes(self.specs)
-        self._wire_device = next(model.parameters()).device if backend == "nccl" else "cpu"
+        self._wire_device = device_of(model) if backend == "nccl" else "cpu"
         self._free = [self._new_snapshot(), self._new_snapshot()]
         self._waiting: _Snapshot | None = None
         self._busy_since: float | None = None
