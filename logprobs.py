@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # From `python bench/logprobs.py --blocks` on CPUs: as many tokens as there are, for large products;
-# the vocabulary's share matters little between 512 and 4096 words. 16 MB in float32.
+# the vocabulary's share matters little between 512 and 4096 words. 32 MB in float32.
 CHUNK_TOKENS = 4096
 CHUNK_VOCABULARY = 2048
 
