@@ -70,8 +70,11 @@ MANY_PROCESSES = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers (`make test`), the tests of `MANY_PROCESSES` run in one of them."""
     for item in items:
         if item.path.stem in MANY_PROCESSES:
             item.add_marker(pytest.mark.xdist_group("processes"))
+        elif item.path.stem == "test_config":  # they share the output of slow commands
+            item.add_marker(pytest.mark.xdist_group("config"))
