@@ -18,6 +18,7 @@ from gradient import accumulate_gradient, step_stats
 from losses import rloo, tb_learned_z, tb_vargrad
 from model import (
     PADDED,
+    compile_layers,
     load_policy,
     load_tokenizer,
     prepare_for_packing,
@@ -59,6 +60,7 @@ def open_policy(
     *,
     packed: bool = True,
     checkpointing: bool = False,
+    compiled: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> torch.nn.Module:
     """As train.py opens it."""
@@ -70,6 +72,8 @@ def open_policy(
     if checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
         policy.train()
+    if compiled:
+        compile_layers(policy, backend="aot_eager")
     return policy
 
 
@@ -84,6 +88,7 @@ def run_steps(
     objective: str = "tb_vargrad",
     packed: bool = True,
     checkpointing: bool = False,
+    compiled: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Optimizer steps of this rank's share of fixed groups: what they report, and the weights."""
@@ -95,6 +100,7 @@ def run_steps(
         parallel if kind == "shard" else None,
         packed=packed,
         checkpointing=checkpointing,
+        compiled=compiled,
     )
     assert is_sharded(policy) == (kind == "shard")
     parts = make_parts(path)
@@ -175,6 +181,8 @@ def run_steps_on_ranks(
         (2, {"cpu_offload": True}),
         (2, {"packed": False}),
         (2, {"checkpointing": True}),
+        pytest.param(2, {"compiled": True}, marks=pytest.mark.slow),
+        pytest.param(2, {"compiled": True, "checkpointing": True}, marks=pytest.mark.slow),
         (2, {"objective": "rloo"}),
         (2, {"objective": "learned_z"}),
         (1, {}),
