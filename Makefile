@@ -17,7 +17,7 @@ demo: setup
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/torchrun --standalone --nproc_per_node=2 train.py $(ARGS)
 
 test: setup
-	.venv/bin/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu" $(ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" $(ARGS)
 
 lint: setup
 	.venv/bin/ruff check .

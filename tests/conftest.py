@@ -51,30 +51,3 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         name: save(tmp_path_factory.mktemp(name.replace("/", "-")))
         for name, save in tiny.SAVERS.items()
     }
-
-
-# Tests of these files start several processes, which share the cores: one such test at a time.
-MANY_PROCESSES = {
-    "test_comm",
-    "test_compile",
-    "test_end_to_end",
-    "test_engine",
-    "test_evaluate",
-    "test_gradient",
-    "test_lora",
-    "test_parallel",
-    "test_parity",
-    "test_rewards",
-    "test_searcher",
-    "test_weights",
-}
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers (`make test`), the tests of `MANY_PROCESSES` run in one of them."""
-    for item in items:
-        if item.path.stem in MANY_PROCESSES:
-            item.add_marker(pytest.mark.xdist_group("processes"))
-        elif item.path.stem == "test_config":  # they share the output of slow commands
-            item.add_marker(pytest.mark.xdist_group("config"))
