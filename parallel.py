@@ -204,6 +204,15 @@ def in_lockstep(
         yield (items[i] if i < len(items) else None), i == count - 1
 
 
+def any_rank(value: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether it is true on some rank of `group`, each of which must call it; None: on this one."""
+    if group is None:
+        return value
+    found = torch.tensor(int(value), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return bool(found)
+
+
 def sum_over_trainers(
     parameters: Sequence[Tensor], sums: dict[str, float], group: dist.ProcessGroup | None
 ) -> dict[str, float]:

@@ -55,7 +55,7 @@ from gradient import make_batch, step_stats
 from lora import add_adapters
 from metrics import IdleClock, Metrics, setup_logging
 from offline import TrajectoryWriter
-from parallel import ParallelConfig, shard
+from parallel import ParallelConfig, any_rank, shard
 from rewards import Scorer, make_scorer
 from schedules import beta_at, linear_at
 from searcher import SearcherParts, search
@@ -530,8 +530,10 @@ def load_data(setup: Setup, parts: TrainerParts) -> None:
             "buffer.capacity_per_prompt, buffer.max_tokens and buffer.deduplicate)",
             *(kept, len(mine), parts.buffer.num_duplicates),
         )
-    if parts.reference is None and any(t.reference_version != 0 for t in mine):
-        parts.reference = load_model(setup, parts.group if setup.sharded else None)
+    sharing = parts.group if setup.sharded else None
+    lacking = any(t.reference_version != 0 for t in mine)
+    if parts.reference is None and any_rank(lacking, sharing, setup.device):
+        parts.reference = load_model(setup, sharing)
 
 
 def check_objective(

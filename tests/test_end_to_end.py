@@ -233,6 +233,34 @@ def test_saved_trajectories_are_learned_from_without_a_searcher(tmp_path, random
     assert float(head.linear.bias.detach()) != 0.0
 
 
+def test_one_of_two_trainers_lacks_reference_log_probs(tmp_path, random_model):
+    """Both then hold their part of a sharded reference, and take equally many passes of it."""
+    lines = [
+        {"prompt": f"{100 + i}:", "response": text, "reward": reward}
+        | ({"reference_logprobs": [-3.0, -3.0, -3.0]} if i % 2 else {})
+        for i in range(16)
+        for text, reward in (("12", 1.0), ("ab", 0.0))
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run(
+        2,
+        *FAST,
+        f"model.path={random_model}",
+        f"run.root={tmp_path}",
+        "run.name=run",
+        "mode=offline",
+        f"data={data}",
+        "trainer.responses_per_prompt=2",
+        "trainer.batch_size=16",
+        "trainer.steps=3",
+        "eval.num_problems=4",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any("time/reference_s" in record for record in metrics)
+
+
 @pytest.mark.slow
 def test_offline_data_that_an_objective_cannot_use_is_refused(tmp_path, random_model):
     """JSONL from anywhere has no behavior log-probs, which a ratio needs."""
