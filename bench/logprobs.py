@@ -22,16 +22,12 @@ under autocast; the others are float32. At the top level is the worst of both vo
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,6 +38,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from measure import in_fresh_process, peak_bytes, say, start_peak
+
 from logprobs import CHUNK_TOKENS, CHUNK_VOCABULARY, selected_logprobs
 
 VOCABULARIES = {"32k": 32_768, "152k": 151_936}
@@ -50,7 +48,6 @@ LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 BLOCKS = ((512, 1024), (1024, 1024), (4096, 512), (4096, 1024), (4096, 2048), (4096, 4096))
 TEMPERATURE = 0.7
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-START = time.perf_counter()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,34 +161,14 @@ def gradient_errors(case: Case) -> dict[str, float]:
 # --------------------------------------------------------------------------- memory
 
 
-def peak_bytes(function: Function, case: Case) -> int:
-    """Most bytes above the inputs and the gradients, measured in a process of its own."""
-    fresh = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-    with fresh:
-        return fresh.submit(_peak_bytes, function, case).result()
-
-
-def _peak_bytes(function: Function, case: Case) -> int:
+def pass_memory(function: Function, case: Case) -> int:
+    """Most bytes above the inputs and the gradients; in a process that does nothing else."""
     tiny = make_inputs(Case(tokens=64, vocabulary=256, hidden=64, bfloat16=case.bfloat16))
     forward_backward(function, tiny, case.bfloat16)  # what libraries allocate but once
     x = make_inputs(case)
-    gc.collect()
-    if DEVICE.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        rest = torch.cuda.memory_allocated()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, see proc(5)
-        rest = _status("VmRSS")
+    rest = start_peak(DEVICE)
     grads = forward_backward(function, x, case.bfloat16)
-    peak = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else _status("VmHWM")
-    return peak - rest - sum(grad.nbytes for grad in grads)
-
-
-def _status(key: str) -> int:
-    """Bytes that the kernel tells of this process."""
-    match = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) * 1024
+    return peak_bytes(DEVICE) - rest - sum(grad.nbytes for grad in grads)
 
 
 # --------------------------------------------------------------------------- what is printed
@@ -205,7 +182,9 @@ def compare(hidden: int, tokens: int, rounds: int) -> dict[str, Any]:
         result: dict[str, float] = {}
         for suffix, rough in (("", False), ("_bfloat16", True)):
             this = Case(**{**asdict(case), "bfloat16": rough})
-            memory = {f.__name__: peak_bytes(f, this) for f in (plain, in_blocks)}
+            memory = {
+                f.__name__: in_fresh_process(pass_memory, f, this) for f in (plain, in_blocks)
+            }
             took = times({"plain": plain, "in_blocks": in_blocks}, this, rounds)
             result["memory_ratio" + suffix] = memory["plain"] / memory["in_blocks"]
             result["time_ratio" + suffix] = took["in_blocks"][0] / took["plain"][0]
@@ -245,7 +224,7 @@ def grow(hidden: int, rounds: int) -> dict[str, Any]:
                 "tokens": tokens,
                 "seconds": round(seconds, 3),
                 "ns_per_token_and_word": round(1e9 * seconds / pairs, 2),
-                "peak_mb": round(peak_bytes(in_blocks, case) / 1e6, 1),
+                "peak_mb": round(in_fresh_process(pass_memory, in_blocks, case) / 1e6, 1),
             }
             rows.append(row)
             print(
@@ -280,10 +259,6 @@ def block_shapes(hidden: int, tokens: int, rounds: int) -> dict[str, Any]:
 def surroundings(hidden: int) -> dict[str, Any]:
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     return {"hidden": hidden, "device": device, "threads": torch.get_num_threads()}
-
-
-def say(text: str) -> None:
-    print(f"[{time.perf_counter() - START:5.1f} s] {text}", flush=True)
 
 
 def main(arguments: Sequence[str]) -> dict[str, Any]:

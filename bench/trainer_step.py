@@ -31,16 +31,11 @@ should stay as they are once the optimizer's constant share has become small.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,6 +46,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from measure import in_fresh_process, peak_bytes, say, start_peak
 
 from accounting import model_flops, product_peak
 from buffer import Group
@@ -85,7 +82,6 @@ GROWING_RESPONSES = (128, 256, 512, 1024, 2048, 4096)
 GROWING_PROMPT, GROWING_COUNT = 64, 4  # tokens; responses to it
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-START = time.perf_counter()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,37 +284,17 @@ def step_times(
 # --------------------------------------------------------------------------- memory
 
 
-def peak_bytes(way: str, size: Size, groups: Sequence[Group]) -> tuple[int, int]:
-    """Bytes at rest, and the most above them in a step, in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-        return fresh.submit(_peak_bytes, way, size, groups).result()
-
-
-def _peak_bytes(way: str, size: Size, groups: Sequence[Group]) -> tuple[int, int]:
+def step_memory(way: str, size: Size, groups: Sequence[Group]) -> tuple[int, int]:
+    """Bytes at rest, and the most above them in a step; in a process that does nothing else."""
     policy = open_policy(size)
     prepare(policy, way)
     optimizer = make_optimizer(policy)
     # Gradients and optimizer states come to be, and what libraries allocate but once.
     few = make_groups([4], [2, 2], 64)
     step(way, policy, optimizer, few, keep_gradients=True)
-    gc.collect()
-    if DEVICE.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        rest = torch.cuda.memory_allocated()
-    else:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, see proc(5)
-        rest = _status("VmRSS")
+    rest = start_peak(DEVICE)
     step(way, policy, optimizer, groups, keep_gradients=True)
-    peak = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else _status("VmHWM")
-    return rest, peak - rest
-
-
-def _status(key: str) -> int:
-    """Bytes that the kernel tells of this process."""
-    match = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) * 1024
+    return rest, peak_bytes(DEVICE) - rest
 
 
 # --------------------------------------------------------------------------- what is printed
@@ -345,7 +321,7 @@ def grow(size: Size) -> dict[str, Any]:
             if number > 0:
                 took.append(between - started)
                 attention.append(time.perf_counter() - between)
-        _, peak = peak_bytes("packed", size, groups)
+        _, peak = in_fresh_process(step_memory, "packed", size, groups)
         seconds, own = min(took), min(attention)
         row = {
             "response_tokens": length,
@@ -383,10 +359,6 @@ def attend_alone(policy: PreTrainedModel, groups: Sequence[Group]) -> None:
         torch.autograd.grad(out, leaves, query.detach())
 
 
-def say(text: str) -> None:
-    print(f"[{time.perf_counter() - START:5.1f} s] {text}", flush=True)
-
-
 def main(arguments: Sequence[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small random model")
@@ -421,7 +393,7 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
 
     memory = {}
     for way in WAYS:
-        rest, memory[way] = peak_bytes(way, size, groups)
+        rest, memory[way] = in_fresh_process(step_memory, way, size, groups)
         say(f"{way}: {memory[way] / 1e6:,.0f} MB above {rest / 1e6:,.0f} MB at rest")
 
     cosine = compare_gradients(policy, groups[:1])
