@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 ARENAS = {"tokens": np.int32, "behavior": np.float32, "reference": np.float32}
+# Only in segments with a response that needs them.
+OPTIONAL = {"old": np.float32, "offsets": np.int32}
 
 # A response longer than this part of a segment gets one of its own if it doesn't fit, so that no
 # more than this part of a segment is lost at its end.
@@ -21,7 +23,7 @@ _LONG = 16
 class Segment:
     """Arrays of one length, with the same response at the same place in each."""
 
-    arenas: dict[str, np.ndarray]  # [T] each; "old" only once some old log-probs in it differ
+    arenas: dict[str, np.ndarray]  # [T] each; those of OPTIONAL once some response needs them
     views: dict[str, np.ndarray] = field(init=False)  # the same, read-only
     used: int = 0  # tokens written
     live: int = 0  # of which belong to live responses
@@ -33,12 +35,12 @@ class Segment:
     def size(self) -> int:
         return self.arenas["tokens"].shape[0]
 
-    def reserve_old(self) -> np.ndarray:
-        """The array of old log-probs, made if there is none."""
-        if "old" not in self.arenas:
-            self.arenas["old"] = np.empty(self.size, np.float32)
-            self.views["old"] = _read_only(self.arenas["old"])
-        return self.arenas["old"]
+    def reserve(self, name: str) -> np.ndarray:
+        """An array of OPTIONAL, made of zeros if there is none."""
+        if name not in self.arenas:
+            self.arenas[name] = np.zeros(self.size, OPTIONAL[name])
+            self.views[name] = _read_only(self.arenas[name])
+        return self.arenas[name]
 
 
 class Segments:

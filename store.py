@@ -9,16 +9,16 @@ Letters: R rows, T tokens.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import chain
-from operator import attrgetter, le
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from segments import ARENAS, Segment, Segments
-from trajectory import Trajectory
+from segments import ARENAS, OPTIONAL, Segment, Segments
+from trajectory import Trajectory, offsets_of
 
 _COLUMNS: dict[str, Any] = {
     "arrival": np.int64,  # ascending; the number of trajectories stored before this one
@@ -31,13 +31,14 @@ _COLUMNS: dict[str, Any] = {
     "length": np.int32,  # response tokens
     "truncated": np.bool_,
     "old_differs": np.bool_,  # its old log-probs are not its behavior log-probs
+    "versions_differ": np.bool_,  # several versions of the weights sampled it
     "segment": np.int32,  # where its tokens lie
     "start": np.int32,
     "response_hash": np.int64,
     "live": np.bool_,
 }
 # What a saved state holds of a row; the other columns follow from it.
-_SAVED = tuple(_COLUMNS)[:10]
+_SAVED = tuple(_COLUMNS)[:11]
 _INTEGERS = ("prompt_id", "version_start", "version_end", "reference_version")
 _SCALARS = ("prompt_id", "reward", "version_start", "version_end", "reference_version", "truncated")
 _ARRAYS = {
@@ -53,6 +54,12 @@ _FIELDS = {
     "reference": "reference_logprobs",
 }
 
+# Arrays of segments.OPTIONAL: the column that says whether a row has its own, and what it is.
+_OPTIONAL: dict[str, tuple[str, Callable[[Trajectory], np.ndarray]]] = {
+    "old": ("old_differs", attrgetter("old_logprobs")),
+    "offsets": ("versions_differ", offsets_of),
+}
+
 FLUSH_ROWS = 1024  # how many rows to note, about, before a flush
 _SEGMENT_TOKENS = 1 << 20  # the most; 4 MiB an arena
 # At most about 1/9 of the room for tokens is garbage, as much as 1/8 of the live ones: less would
@@ -65,7 +72,7 @@ class Store:
     """Trajectories by row; a row number holds until ``compact``, an arrival number for ever.
 
     Rows are in order of arrival. Methods that take rows accept those not yet flushed only where
-    they say so. Memory: 12 bytes a token (16 where old log-probs differ), at most 9/8 of that with
+    they say so. Memory: 12 bytes a token (4 more where old log-probs differ, and where versions do), at most 9/8 of that with
     garbage and two segments more, and about 90 bytes a row.
     """
 
@@ -135,12 +142,16 @@ class Store:
         self.num_rows = new.stop
         trajectories = [entry[0] for entry in kept]
         lengths = [len(t.response_tokens) for t in trajectories]
-        old_differs = [_old_differs(t) for t in trajectories]
+        differs = {
+            "old": [_old_differs(t) for t in trajectories],
+            "offsets": [t.version_offsets is not None for t in trajectories],
+        }
         columns["live"][rows] = True
         columns["length"][rows] = lengths
         columns["uses"][rows] = 0
         columns["response_hash"][rows] = [entry[1] for entry in kept]
-        columns["old_differs"][rows] = old_differs
+        for name, (column, _) in _OPTIONAL.items():
+            columns[column][rows] = differs[name]
         for name in _SCALARS:
             columns[name][rows] = list(map(attrgetter(name), trajectories))
         for name in dict.fromkeys(chain.from_iterable(t.reward_parts for t in trajectories)):
@@ -154,9 +165,11 @@ class Store:
             for name, attribute in _FIELDS.items():
                 arrays = list(map(attrgetter(attribute), piece))
                 np.concatenate(arrays, out=segment.arenas[name][start:end])
-            if any(old_differs[first:last]):
-                arrays = [t.old_logprobs for t in piece]
-                np.concatenate(arrays, out=segment.reserve_old()[start:end])
+            for name, (_, values_of) in _OPTIONAL.items():
+                if any(differs[name][first:last]):
+                    np.concatenate(
+                        list(map(values_of, piece)), out=segment.reserve(name)[start:end]
+                    )
         self._reclaim()
 
     def set_reference(self, rows: np.ndarray, logprobs: Sequence[np.ndarray], version: int) -> None:
@@ -271,16 +284,18 @@ class Store:
             prompts: n arrays, the tokens of each one's prompt; they are used as they are.
         """
         columns = self.columns
-        scalars = [columns[name][rows].tolist() for name in (*_SCALARS, "old_differs")]
+        flags = [column for column, _ in _OPTIONAL.values()]
+        scalars = [columns[name][rows].tolist() for name in (*_SCALARS, *flags)]
         names = list(self.parts)
         part_values = [self.parts[name][rows].tolist() for name in names]
         parts = zip(*part_values, strict=True) if names else iter([()] * len(rows))
         assert columns["live"][rows].all()
         trajectories = []
-        for piece, prompt_tokens, part, (prompt_id, reward, start, end, reference, cut, old) in zip(
+        for piece, prompt_tokens, part, row in zip(
             self._pieces(rows), prompts, parts, zip(*scalars, strict=True), strict=True
         ):
             segment, first, last = piece
+            prompt_id, reward, start, end, reference, cut, old, offsets = row
             views = segment.views
             behavior = views["behavior"][first:last]
             trajectories.append(
@@ -299,6 +314,7 @@ class Store:
                     version_start=start,
                     version_end=end,
                     truncated=cut,
+                    version_offsets=views["offsets"][first:last] if offsets else None,
                 )
             )
         return trajectories
@@ -360,8 +376,8 @@ class Store:
             pieces = list(self._pieces(rows))
             lengths = self.columns["length"][rows].astype(np.int64)
             for first, last, target, start, end in self._place(rows, lengths):
-                if "old" in source.arenas:
-                    target.reserve_old()
+                for name in OPTIONAL.keys() & source.arenas.keys():
+                    target.reserve(name)
                 for name, arena in source.arenas.items():
                     arrays = [arena[a:b] for _, a, b in pieces[first:last]]
                     np.concatenate(arrays, out=target.arenas[name][start:end])
@@ -386,7 +402,8 @@ class Store:
 
         Returns:
             The columns by name; "parts" float64 [R, parts]; "tokens", "behavior" and "reference"
-            [T], one response after another; "old" likewise, of the rows of "old_differs" only.
+            [T], one response after another; "old" and "offsets" likewise, of those rows only
+            for which "old_differs" and "versions_differ".
         """
         n = self.num_rows
         assert n == self.num_live
@@ -398,9 +415,10 @@ class Store:
         for name, dtype in ARENAS.items():
             arrays[name] = np.empty(self.live_tokens, dtype)
             _join(arrays[name], (s.arenas[name][a:b] for s, a, b in self._runs(rows)))
-        rows = np.flatnonzero(arrays["old_differs"])
-        arrays["old"] = np.empty(int(arrays["length"][rows].sum()), np.float32)
-        _join(arrays["old"], (s.arenas["old"][a:b] for s, a, b in self._runs(rows)))
+        for name, (column, _) in _OPTIONAL.items():
+            rows = np.flatnonzero(arrays[column])
+            arrays[name] = np.empty(int(arrays["length"][rows].sum()), OPTIONAL[name])
+            _join(arrays[name], (s.arenas[name][a:b] for s, a, b in self._runs(rows)))
         return arrays
 
     @classmethod
@@ -418,25 +436,28 @@ class Store:
         store.parts = {name: arrays["parts"][:, i].copy() for i, name in enumerate(part_names)}
         store.live_tokens = arrays["tokens"].shape[0]
         lengths = arrays["length"].astype(np.int64)
-        differs = arrays["old_differs"]
         ends = np.cumsum(lengths)
-        old_ends = np.cumsum(np.where(differs, lengths, 0))
+        own_ends = {
+            name: np.cumsum(np.where(arrays[column], lengths, 0))
+            for name, (column, _) in _OPTIONAL.items()
+        }
         for first, last, segment, start, end in store._place(np.arange(n), lengths):
             piece = slice(int(ends[first] - lengths[first]), int(ends[last - 1]))
             for name in ARENAS:
                 segment.arenas[name][start:end] = arrays[name][piece]
-            for row in (first + np.flatnonzero(differs[first:last])).tolist():
-                length = int(lengths[row])
-                place = start + int(ends[row]) - length - piece.start
-                values = arrays["old"][old_ends[row] - length : old_ends[row]]
-                segment.reserve_old()[place : place + length] = values
+            for name, (column, _) in _OPTIONAL.items():
+                for row in (first + np.flatnonzero(arrays[column][first:last])).tolist():
+                    length, own_end = int(lengths[row]), own_ends[name][row]
+                    place = start + int(ends[row]) - length - piece.start
+                    values = arrays[name][own_end - length : own_end]
+                    segment.reserve(name)[place : place + length] = values
         return store
 
 
 def check_state(arrays: dict[str, np.ndarray], num_parts: int) -> None:
     """Raise ValueError unless ``state_arrays``'s arrays are there and agree with one another."""
     dtypes: dict[str, Any] = {name: _COLUMNS[name] for name in _SAVED} | ARENAS
-    dtypes |= {"parts": np.float64, "old": np.float32}
+    dtypes |= {"parts": np.float64} | OPTIONAL
     require_arrays(arrays, dtypes)
     rows = arrays["arrival"].shape[0]
     tokens = arrays["tokens"].shape[0]
@@ -447,9 +468,10 @@ def check_state(arrays: dict[str, np.ndarray], num_parts: int) -> None:
         if arrays[name].shape != shape:
             raise ValueError(f"buffer state: {name} has shape {arrays[name].shape}, not {shape}")
     require_lengths("length", arrays["length"], tokens, least=1)
-    old = arrays["length"][arrays["old_differs"]].sum()
-    if arrays["old"].shape != (old,):
-        raise ValueError(f"buffer state: old has shape {arrays['old'].shape}, not {(old,)}")
+    for name, (column, _) in _OPTIONAL.items():
+        size = arrays["length"][arrays[column]].sum()
+        if arrays[name].shape != (size,):
+            raise ValueError(f"buffer state: {name} has shape {arrays[name].shape}, not {(size,)}")
     if rows and (np.diff(arrays["arrival"]).min(initial=1) < 1 or arrays["arrival"][0] < 0):
         raise ValueError("buffer state: arrival is not strictly ascending from 0 or more")
 
@@ -503,7 +525,10 @@ def all_valid(trajectories: Sequence[Trajectory]) -> bool:
             return False
     if min(integers["reference_version"]) < -1:
         return False
-    if not all(map(le, integers["version_start"], integers["version_end"])):
+    # Of several versions each token's is to be looked at.
+    if integers["version_start"] != integers["version_end"]:
+        return False
+    if not all_of(type(None), values("version_offsets")):
         return False
     parts = values("reward_parts")
     numbers = [*values("reward"), *chain.from_iterable(p.values() for p in parts)]

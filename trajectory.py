@@ -6,7 +6,7 @@ every size is checked against the message before anything is allocated. ``Batch`
 of the responses of one micro-batch; ``sum_by_response`` and ``mean_by_group`` reduce over it.
 
 A message is a fixed header, then flat little-endian arrays without gaps, in ``_layout``'s order:
-    magic, 8 bytes | format version, u32 | CRC32 of all bytes after this field, u32 | 6 sizes, i64
+    magic, 8 bytes | format version, u32 | CRC32 of all bytes after this field, u32 | 7 sizes, i64
 """
 
 import math
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 _MAGIC = b"TB-TRAJ\n"
-_FORMAT_VERSION = 2
-# count, prompt tokens, response tokens, old log-probs (as many, or 0), part names, their bytes
-_HEADER = struct.Struct("<8sII6q")
+_FORMAT_VERSION = 3
+# count, prompt tokens, response tokens, old log-probs (as many, or 0), version offsets (as many, or
+# 0), part names, their bytes
+_HEADER = struct.Struct("<8sII7q")
 _CRC_START = 16
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
@@ -50,7 +51,17 @@ class Trajectory:
     reward_parts: dict[str, float]  # named parts that sum to the reward, finite
     version_start: int  # weights version that sampled the first token
     version_end: int  # weights version that sampled the last token, >= version_start
-    truncated: bool  # cut by the length limit, so without an end-of-text token
+    truncated: bool  # cut by the length or time limit, so without an end-of-text token
+    # int32 [T], of each token: the weights version that sampled it, less version_start. None where
+    # one version sampled all.
+    version_offsets: np.ndarray | None = None
+
+    @property
+    def versions(self) -> np.ndarray:
+        """Weights version that sampled each token, int64 [T]; their log-probs are under it."""
+        if self.version_offsets is None:
+            return np.full(len(self.response_tokens), self.version_start, np.int64)
+        return self.version_start + self.version_offsets.astype(np.int64)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,6 +158,7 @@ def check(trajectory: Trajectory) -> None:
         raise ValueError(
             f"{where}: version_start {t.version_start} is after version_end {t.version_end}"
         )
+    _check_versions(t, where)
     if not isinstance(t.truncated, bool | np.bool_):
         raise ValueError(f"{where}: truncated must be a bool, got {t.truncated!r}")
     if not _is_finite(t.reward):
@@ -157,6 +169,28 @@ def check(trajectory: Trajectory) -> None:
             raise ValueError(
                 f"{where}: reward part {part!r} must be a finite number, got {value!r}"
             )
+
+
+def _check_versions(t: Trajectory, where: str) -> None:
+    """The part of ``check`` that looks at the versions of single tokens."""
+    offsets, span = t.version_offsets, t.version_end - t.version_start
+    if (offsets is None) != (span == 0):
+        raise ValueError(
+            f"{where}: version_offsets must be {'given' if span else 'None'} for versions "
+            f"{t.version_start} to {t.version_end}"
+        )
+    if offsets is None:
+        return
+    if not isinstance(offsets, np.ndarray) or offsets.dtype != np.int32 or offsets.ndim != 1:
+        raise ValueError(
+            f"{where}: version_offsets must be a 1-d int32 array, got {_describe(offsets)}"
+        )
+    if offsets.shape != t.response_tokens.shape:
+        raise ValueError(
+            f"{where}: version_offsets has {len(offsets)} items for {len(t.response_tokens)} tokens"
+        )
+    if offsets[0] != 0 or offsets[-1] != span or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError(f"{where}: version_offsets must rise from 0 to {span}")
 
 
 _ARRAYS = (
@@ -183,6 +217,7 @@ def _layout(
     prompt_tokens: int,
     response_tokens: int,
     old_logprobs: int,
+    version_offsets: int,
     parts: int,
     name_bytes: int,
 ) -> list[tuple[str, str, int]]:
@@ -202,6 +237,7 @@ def _layout(
         ("behavior_logprobs", "<f4", response_tokens),
         ("old_logprobs", "<f4", old_logprobs),  # none where all equal the behavior log-probs
         ("reference_logprobs", "<f4", response_tokens),
+        ("version_offsets", "<i4", version_offsets),  # none where each has a single version
         ("truncated", "|u1", count),  # 0 or 1
         ("part_names", "|u1", name_bytes),  # UTF-8, one after another
     ]
@@ -252,12 +288,18 @@ def pack(trajectories: Sequence[Trajectory]) -> np.ndarray:
         columns[name] = np.concatenate(arrays) if arrays else np.empty(0, dtype)
     if all(t.old_logprobs is t.behavior_logprobs for t in trajectories):
         columns["old_logprobs"] = np.empty(0, np.float32)
+    columns["version_offsets"] = (
+        np.empty(0, np.int32)
+        if all(t.version_offsets is None for t in trajectories)
+        else np.concatenate([offsets_of(t) for t in trajectories])
+    )
 
     sizes = (
         len(trajectories),
         len(columns["prompt_tokens"]),  # type: ignore[arg-type]
         len(columns["response_tokens"]),  # type: ignore[arg-type]
         len(columns["old_logprobs"]),  # type: ignore[arg-type]
+        len(columns["version_offsets"]),  # type: ignore[arg-type]
         len(names),
         sum(len(name) for name in names),
     )
@@ -276,6 +318,13 @@ def pack(trajectories: Sequence[Trajectory]) -> np.ndarray:
     return message
 
 
+def offsets_of(t: Trajectory) -> np.ndarray:
+    """``version_offsets``, int32 [T], zeros where one version sampled all."""
+    if t.version_offsets is None:
+        return np.zeros(len(t.response_tokens), np.int32)
+    return t.version_offsets
+
+
 def unpack(message: np.ndarray) -> list[Trajectory]:
     """Read the trajectories of a message, checking every size before anything is allocated.
 
@@ -291,11 +340,10 @@ def unpack(message: np.ndarray) -> list[Trajectory]:
             that breaks its own rules. Nothing else is ever raised.
     """
     columns, sizes = _read_columns(message)
-    count, prompt_tokens, response_tokens, old_logprobs, num_parts, name_bytes = sizes
-    if old_logprobs not in (0, response_tokens):
-        raise ValueError(
-            f"trajectory message: {old_logprobs} old log-probs for {response_tokens} tokens"
-        )
+    count, prompt_tokens, response_tokens, old_logprobs, offsets, num_parts, name_bytes = sizes
+    for what, size in (("old log-probs", old_logprobs), ("version offsets", offsets)):
+        if size not in (0, response_tokens):
+            raise ValueError(f"trajectory message: {size} {what} for {response_tokens} tokens")
     prompt_ends = _check_lengths(columns["prompt_length"], prompt_tokens, "prompt lengths")
     response_ends = _check_lengths(columns["response_length"], response_tokens, "response lengths")
     names = _read_names(columns["part_name_length"], columns["part_names"], name_bytes)
@@ -308,6 +356,7 @@ def unpack(message: np.ndarray) -> list[Trajectory]:
     behavior = columns["behavior_logprobs"].astype(np.float32)
     old = columns["old_logprobs"].astype(np.float32)
     reference = columns["reference_logprobs"].astype(np.float32)
+    version_offsets = columns["version_offsets"].astype(np.int32)
     part_values = columns["part_values"].reshape(count, num_parts).tolist()
     scalars = zip(
         columns["prompt_id"].tolist(),
@@ -340,6 +389,9 @@ def unpack(message: np.ndarray) -> list[Trajectory]:
             version_start=start,
             version_end=end,
             truncated=bool(truncated),
+            version_offsets=(
+                version_offsets[response_start:response_end] if offsets and start != end else None
+            ),
         )
         check(trajectory)
         trajectories.append(trajectory)
@@ -349,8 +401,8 @@ def unpack(message: np.ndarray) -> list[Trajectory]:
 
 def _read_columns(
     message: np.ndarray,
-) -> tuple[dict[str, np.ndarray], tuple[int, int, int, int, int, int]]:
-    """Views of a message's arrays by name, and its six sizes; checked against its length."""
+) -> tuple[dict[str, np.ndarray], tuple[int, ...]]:
+    """Views of a message's arrays by name, and its seven sizes; checked against its length."""
     if not isinstance(message, np.ndarray) or message.dtype != np.uint8 or message.ndim != 1:
         raise ValueError(f"trajectory message: must be a 1-d uint8 array, got {_describe(message)}")
     message = np.ascontiguousarray(message)

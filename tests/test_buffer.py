@@ -35,6 +35,7 @@ def make(
 ) -> Trajectory:
     """A response that its first token tells apart from the others of its prompt."""
     tokens = np.full(length, token, np.int32)
+    offsets = offsets_for(token, length)
     fields: dict = {
         "prompt_id": prompt_id,
         "prompt_tokens": np.full(PROMPT, prompt_id, np.int32),
@@ -46,13 +47,19 @@ def make(
         "reward": reward,
         "reward_parts": {"correct": reward},
         "version_start": version,
-        "version_end": version + 1,
+        "version_end": version + int(offsets[-1]),
         "truncated": False,
+        "version_offsets": offsets if offsets[-1] else None,
     }
     fields |= more
     if fields["old_logprobs"] is None:  # as usual, the very array of the behavior log-probs
         fields["old_logprobs"] = fields["behavior_logprobs"]
     return Trajectory(**fields)
+
+
+def offsets_for(token: int, length: int) -> np.ndarray:
+    """Longer responses of some tokens were sampled by several versions."""
+    return np.linspace(0, token % 3 if length > 1 else 0, length).astype(np.int32)
 
 
 def make_buffer(
@@ -1248,6 +1255,10 @@ class Model:
                 assert i.key == (t.response_tokens[0], length) and uses == i.uses
                 assert t.reference_version == i.reference_version
                 assert t.reference_logprobs.tolist() == [i.reference] * length
+                offsets = offsets_for(int(t.response_tokens[0]), length)
+                assert t.versions.tolist() == (i.version + offsets).tolist()
+                assert (t.version_offsets is None) == (not offsets.any())
+                assert t.version_end == i.version + offsets[-1]
                 assert (t.old_logprobs is t.behavior_logprobs) == (i.old is None)
                 if i.old is not None:
                     assert t.old_logprobs.tolist() == [i.old] * length

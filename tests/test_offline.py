@@ -42,7 +42,7 @@ def make(**changes: object) -> Trajectory:
         "reward": 1.5,
         "reward_parts": {"correct": 1.0, "format": 0.5},
         "version_start": 3,
-        "version_end": 4,
+        "version_end": 3,
         "truncated": False,
     }
     return Trajectory(**(fields | changes))
@@ -60,7 +60,7 @@ def bits(t: Trajectory, *, prompt_id: bool = True) -> tuple:
     return (
         *((a.dtype.str, a.shape, a.tobytes()) for a in arrays),
         t.old_logprobs is t.behavior_logprobs,
-        (t.version_start, t.version_end, t.reference_version, t.truncated),
+        (t.versions.tolist(), t.reference_version, t.truncated),
         t.prompt_id if prompt_id else None,
         struct.pack("<d", t.reward),
         {name: struct.pack("<d", value) for name, value in t.reward_parts.items()},
@@ -119,6 +119,18 @@ def test_messages_are_stored_as_they_came(tmp_path: Path) -> None:
 
 
 @st.composite
+def versions(draw: st.DrawFn, length: int) -> dict:
+    start = draw(st.integers(-5, 4))
+    steps = draw(st.lists(st.integers(0, 2), min_size=length - 1, max_size=length - 1))
+    offsets = np.cumsum([0, *steps], dtype=np.int32)
+    return {
+        "version_start": start,
+        "version_end": start + sum(steps),
+        "version_offsets": offsets if sum(steps) else None,
+    }
+
+
+@st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     length = draw(st.integers(1, 5))
     tokens = st.integers(0, VOCABULARY - 1)
@@ -135,7 +147,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         reference_version=draw(st.integers(-1, 3)),
         reward=draw(finite),
         reward_parts=draw(st.dictionaries(st.text(max_size=3), finite, max_size=2)),
-        version_start=draw(st.integers(-5, 4)),
+        **draw(versions(length)),
         truncated=draw(st.booleans()),
     )
 

@@ -22,6 +22,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     tokens = npst.arrays(np.int32, st.integers(0, 6))
     logprobs = npst.arrays(np.float32, length, elements=st.floats(width=32))
     behavior = draw(logprobs)
+    steps = draw(st.lists(st.integers(0, 3), min_size=length - 1, max_size=length - 1))
+    start = draw(st.sampled_from([-(2**63), 0, 2**63 - 16]))
     return Trajectory(
         prompt_id=draw(INT64),
         prompt_tokens=draw(tokens),
@@ -32,9 +34,10 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         reference_version=draw(st.integers(-1, 2**63 - 1)),
         reward=draw(FINITE),
         reward_parts=draw(st.dictionaries(st.text(max_size=4), FINITE, max_size=3)),
-        version_start=-(2**63),
-        version_end=draw(INT64),
+        version_start=start,
+        version_end=start + sum(steps),
         truncated=draw(st.booleans()),
+        version_offsets=np.cumsum([0, *steps], dtype=np.int32) if sum(steps) else None,
     )
 
 
@@ -53,6 +56,7 @@ def make(**changes: object) -> Trajectory:
         "version_start": 3,
         "version_end": 4,
         "truncated": False,
+        "version_offsets": np.array([0, 0, 1], np.int32),
     }
     return Trajectory(**(fields | changes))
 
@@ -66,6 +70,7 @@ def bits(t: Trajectory) -> tuple:
     return (
         *((a.dtype.str, a.shape, a.tobytes()) for a in arrays),
         (t.prompt_id, t.version_start, t.version_end, t.reference_version, t.truncated),
+        None if t.version_offsets is None else t.version_offsets.tolist(),
         struct.pack("<d", t.reward),
         {name: struct.pack("<d", value) for name, value in t.reward_parts.items()},
     )
@@ -91,6 +96,8 @@ def test_round_trip_keeps_odd_floats_empty_prompt_and_mixed_parts() -> None:
             behavior_logprobs=odd,
             old_logprobs=odd[::2].repeat(2),
             reference_logprobs=odd[::-1],
+            version_end=3,
+            version_offsets=None,
         ),
         make(reward_parts={"längst": -0.0, "": 2.0}),
     ]
@@ -219,7 +226,7 @@ def header_changed(index: int, value: int) -> np.ndarray:
     return with_crc(message)
 
 
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", range(7))
 @pytest.mark.parametrize("value", [-1, 2**40, 2**60, 2**63 - 1])
 def test_sizes_are_checked_before_memory_is_allocated(index: int, value: int) -> None:
     with pytest.raises(ValueError, match="negative size|describes"):
@@ -228,7 +235,7 @@ def test_sizes_are_checked_before_memory_is_allocated(index: int, value: int) ->
 
 def test_negative_sizes_that_add_up_are_refused() -> None:
     message = pack([])
-    for index, value in ((1, 2), (5, -8)):  # 2 prompt tokens of 4 bytes, -8 bytes of names
+    for index, value in ((1, 2), (6, -8)):  # 2 prompt tokens of 4 bytes, -8 bytes of names
         start = 16 + 8 * index
         message[start : start + 8] = np.frombuffer(struct.pack("<q", value), np.uint8)
     with pytest.raises(ValueError, match="negative size"):
@@ -245,7 +252,7 @@ def test_errors_say_what_is_wrong() -> None:
     other[-1] ^= 1
     with pytest.raises(ValueError, match="CRC32"):
         unpack(other)
-    offset = 64 + 8 * 5  # response_length follows five columns of one item each
+    offset = 72 + 8 * 5  # response_length follows five columns of one item each
     other = message.copy()
     other[offset] = 2
     with pytest.raises(ValueError, match="response lengths sum to 2, there are 3"):
@@ -259,7 +266,7 @@ def test_errors_say_what_is_wrong() -> None:
         unpack(with_crc(other))
     explored = pack([make(), make(old_logprobs=np.zeros(3, np.float32))])
     explored[16 + 8 * 3] = 5  # of 6 log-probs; the fourth's bytes become a part's name
-    explored[16 + 8 * 5] += 4
+    explored[16 + 8 * 6] += 4
     with pytest.raises(ValueError, match="5 old log-probs for 6 tokens"):
         unpack(with_crc(explored))
     twice = pack([make(reward_parts={"a": 1.0, "b": 0.5})])
@@ -306,3 +313,32 @@ def test_mean_by_group_averages_by_id_not_by_position() -> None:
     assert means.tolist() == [3.0, 15.0]  # 2 groups at hand, though the step has 5
     means.sum().backward()
     assert values.grad is not None and values.grad.tolist() == [0.5] * 4
+
+
+def test_each_token_has_its_version() -> None:
+    assert make().versions.tolist() == [3, 3, 4]
+    plain = make(version_end=3, version_offsets=None)
+    assert plain.versions.tolist() == [3, 3, 3]
+    two, one = unpack(pack([make(), plain]))
+    assert two.versions.tolist() == [3, 3, 4] and one.version_offsets is None
+    # a single version costs nothing on the wire
+    assert len(pack([make()])) - len(pack([plain])) == 3 * 4
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        None,
+        np.array([0, 1], np.int32),  # too few
+        np.array([0, 0, 1], np.int64),
+        np.array([0, 0, 2], np.int32),  # not version_end
+        np.array([1, 1, 1], np.int32),  # not from version_start
+        np.array([0, 2, 1], np.int32),  # an older version after a newer one
+        [0, 0, 1],
+    ],
+)
+def test_versions_of_tokens_must_rise_from_first_to_last(offsets: object) -> None:
+    with pytest.raises(ValueError, match="prompt 7: version_offsets"):
+        check(make(version_offsets=offsets))
+    with pytest.raises(ValueError, match="must be None"):
+        check(make(version_end=3))
