@@ -445,7 +445,7 @@ class Channel:
         if payload.nbytes > MAX_MESSAGE_BYTES:
             raise ValueError(
                 f"a message of {payload.nbytes} bytes is over the limit of {MAX_MESSAGE_BYTES}: "
-                "lower searcher.prompts_per_call"
+                "lower searcher.prompts_in_flight"
             )
         if self._group is None:
             self._arrived.put(Message(0, kind, payload))

@@ -108,11 +108,11 @@ def prompts_per_step(cfg: DictConfig) -> int:
     return cfg.trainer.batch_size // cfg.trainer.responses_per_prompt
 
 
-def prompts_per_call(cfg: DictConfig, ranks: Ranks) -> int:
-    """Prompts in one generation of one searcher; in lock-step, its share of a round."""
+def prompts_in_flight(cfg: DictConfig, ranks: Ranks) -> int:
+    """Prompts under way at once at one searcher; in lock-step, its share of a round."""
     if cfg.mode == "sync":
         return prompts_per_step(cfg) * cfg.trainer.publish_every // ranks.num_searchers
-    return cfg.searcher.prompts_per_call
+    return cfg.searcher.prompts_in_flight
 
 
 def validate(cfg: DictConfig, ranks: Ranks) -> None:
@@ -132,6 +132,8 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
     _one_of("trainer.precision", cfg.trainer.precision, ("float32", "bfloat16"))
     _one_of("engine.dtype", cfg.engine.dtype, ("auto", *DTYPES))
     _one_of("cluster.device", cfg.cluster.device, ("auto", "cpu", "cuda"))
+    _one_of("searcher.update", cfg.searcher["update"], ("inflight", "between"))
+    _one_of("engine.kv_after_update", cfg.engine.kv_after_update, ("recompute", "keep"))
     _one_of("weights.backend", cfg.weights.backend, ("auto", "gloo", "nccl"))
     _one_of("trainer.lr.kind", cfg.trainer.lr.kind, ("wsd", "linear", "constant"))
     _positive(
@@ -145,7 +147,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "trainer.logprobs.chunk_tokens",
         "trainer.logprobs.chunk_vocabulary",
         "searcher.responses_per_prompt",
-        "searcher.prompts_per_call",
+        "searcher.prompts_in_flight",
         "searcher.temperature",
         "searcher.max_outstanding",
         "searcher.reference_tokens_per_micro_batch",
@@ -172,6 +174,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "trainer.lr.decay_steps",
         "trainer.reference_reset_every",
         "buffer.initial_trajectories",
+        "searcher.score_every_s",
         "run.rollouts_every",
         "run.log_every_s",
     )
@@ -180,6 +183,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "trainer.log_z_lr",
         "buffer.recency_prob_target_step",
         "buffer.max_staleness",
+        "searcher.max_response_seconds",
     ):
         if OmegaConf.select(cfg, key) is not None:
             _positive(cfg, key)

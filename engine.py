@@ -4,8 +4,15 @@ Two engines with the same methods and results: `VLLMEngine` (vLLM in child proce
 (transformers in this process, where vLLM can't run). Tokens in and tokens out: nothing is
 re-tokenised. Log-probs of what is generated are those of the distribution really sampled: float32
 log-softmax after temperature and top-p. Given responses are scored at any temperature, without
-top-p (`score_responses`). An engine takes weights only when asked (`update`), between two
-generations, and forgets its prefix cache with the old weights.
+top-p (`score_responses`).
+
+A searcher keeps an engine busy with `add` and `step`: prompts join and responses leave one by one.
+An engine takes weights only when asked (`update`). vLLM takes them in the middle of generations:
+its requests freeze, the weights are loaded, and the requests go on from the token where they were.
+`engine.kv_after_update` says with which keys and values: `recompute` (the default) computes those
+of the prompt and of the tokens so far again, so that every token's log-prob is exactly that of the
+version it is recorded under; `keep` goes on with those of the old weights, which is faster and a
+mixture of two policies. New requests never see what older weights have cached.
 
 vLLM must not see torchrun's variables (it would join the job's process group and hang), needs ports
 that no other rank probes, a seed and cores or devices of its own.
@@ -17,10 +24,12 @@ import importlib.util
 import logging
 import os
 import signal
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any, TypeAlias
 
@@ -68,7 +77,9 @@ class EngineConfig:
     kv_cache_gb: float = 1.0  # CPU only; on GPU see gpu_memory_utilization
     gpu_memory_utilization: float = 0.85
     enforce_eager: bool = True  # vllm: no compilation, no CUDA graphs
-    prefix_caching: bool = True  # vllm: the cache is emptied with every update of the weights
+    prefix_caching: bool = True  # vllm: never across an update of the weights
+    # vllm, of responses under way when new weights come: recompute (exact) | keep (faster)
+    kv_after_update: str = "recompute"
     log_level: str = "ERROR"  # vllm's own logger
 
 
@@ -80,6 +91,7 @@ class Sampling:
     temperature: float
     top_p: float = 1.0
     max_tokens: int
+    max_seconds: float | None = None  # from its first token on; then it is cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +100,13 @@ class Completion:
 
     tokens: np.ndarray  # int32 [T], with the sampled end-of-text token
     logprobs: np.ndarray  # float32 [T], nats, under the distribution sampled from
-    truncated: bool  # the length limit came before an end-of-text token
+    # float32 [T], nats, at the policy's temperature (`EngineOptions.policy_temperature`) without
+    # top-p. None: the same as `logprobs`, or not computed, as of greedy responses.
+    old_logprobs: np.ndarray | None = None
+    # (version of the weights, index of the first token that they sampled), ascending
+    versions: Sequence[tuple[int, int]] = ((-1, 0),)
+    truncated: bool  # the length or time limit came before an end-of-text token
+    timed_out: bool = False  # it was the time limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +123,14 @@ class EngineOptions:
     cores: Sequence[int] = ()  # CPU cores of this rank; empty: unpinned
     port: int = _FIRST_PORT
     trust_remote_code: bool = False
+    # Where responses are sampled from other distributions, too: the temperature of the policy,
+    # under which their `old_logprobs` are.
+    policy_temperature: float | None = None
+
+    def explores(self, sampling: Sampling) -> bool:
+        """Whether its responses need `old_logprobs` of their own."""
+        plain = sampling.temperature == self.policy_temperature and sampling.top_p == 1.0
+        return self.policy_temperature is not None and sampling.temperature > 0 and not plain
 
 
 def engine_port(rank_on_node: int, job: str) -> int:
@@ -141,19 +167,55 @@ def _split_first(sequences: Sequence[Tokens]) -> tuple[list[Tokens], list[Tokens
 # --------------------------------------------------------------------------- vLLM
 
 
+_STRAGGLER_PERIOD_S = 0.5  # between looks at how long responses have taken
+_POLL_PERIOD_S = 0.02  # between questions to the core whether new weights have come
+_INTERNAL = -1  # key of what `step` does not give
+
+
+@dataclass(slots=True)
+class _Request:
+    """A prompt whose responses vLLM is working on."""
+
+    key: int
+    max_seconds: float | None  # of each response
+    # vLLM's name of a response -> time.monotonic() when its first token was seen
+    begun: dict[str, float] = field(default_factory=dict)
+
+
 class VLLMEngine:
-    """vLLM, its core and workers in child processes of their own."""
+    """vLLM, its core and workers in child processes of their own.
+
+    The core decodes on by itself whatever this process does; `step` only picks up what it has done.
+    Used by one thread.
+    """
 
     def __init__(self, cfg: EngineConfig, options: EngineOptions) -> None:
         self.on_step: Callable[[], None] = _nothing
         self._options = options
+        self._recompute = cfg.kv_after_update == "recompute"
+        self._version = -1
+        self._under_way: dict[str, _Request] = {}  # by the name that vLLM knows it by
+        self._finished: list[tuple[int, list[Completion]]] = []  # not yet given by `step`
+        self._count = 0  # of all requests, for names
+        self._looked_at = 0.0  # time.monotonic() of the last look at stragglers, and at weights
+        self._polled_at = 0.0
+        self._has_update = False
         on_gpu = options.device.type == "cuda"
         resource_tracker.ensure_running()  # Python's own child, not to be ended with the engine
         before = _child_pids()
         with _clean_environment(cfg, options):
             import vllm
+            from vllm.sampling_params import RequestOutputKind
+            from vllm.v1.engine import FinishReason
 
-            self._sampling_params = vllm.SamplingParams
+            self._abort = FinishReason.ABORT
+            self._sampling_params = partial(
+                vllm.SamplingParams,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                skip_clone=True,  # a deep copy takes longer than a short response
+            )
             self._llm = vllm.LLM(
                 model=options.path,
                 skip_tokenizer_init=True,
@@ -176,43 +238,136 @@ class VLLMEngine:
                 use_tqdm_on_load=False,
             )
         self._pids = _with_descendants(_child_pids() - before)
-        self._llm.collective_rpc("tba_start", args=(os.getpid(),))
+        self._llm.llm_engine.set_weight_version(str(self._version))
+        self._llm.collective_rpc("tba_start", args=(os.getpid(), options.policy_temperature))
+        if options.policy_temperature is not None:
+            self._check_old_logprobs(options.policy_temperature)
+
+    # Streaming
+
+    def add(self, key: int, prompt: Tokens, sampling: Sampling, *, seed: int | None = None) -> None:
+        """Queues a prompt; `step` gives its `sampling.n` responses with `key`, from 0 up.
+
+        Args:
+            seed: as in `generate`.
+        """
+        self._request(key, prompt, self._params(sampling, seed), sampling.max_seconds)
+
+    def step(self) -> list[tuple[int, list[Completion]]]:
+        """Waits for one decoding step; the prompts all of whose responses have ended since.
+
+        With their keys, and the responses in the order of their numbers.
+        """
+        if not self._finished and self._llm.llm_engine.has_unfinished_requests():
+            self._take_outputs()
+        self._cut_stragglers()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def drop(self) -> None:
+        """Forgets all that is under way."""
+        self._llm.llm_engine.abort_request(list(self._under_way))
+        self._under_way.clear()
+        self._finished.clear()
+
+    def _params(self, sampling: Sampling, seed: int | None) -> Any:
+        return self._sampling_params(
+            n=sampling.n,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(self._options.stop_token_ids),
+            logprobs=1 if self._options.explores(sampling) else 0,
+            seed=seed,  # vLLM adds a response's number to it
+        )
+
+    def _request(
+        self, key: int, prompt: Tokens, params: Any, max_seconds: float | None = None
+    ) -> str:
+        self._count += 1
+        name = str(self._count)
+        tokens: dict[str, Any] = {"prompt_token_ids": [int(t) for t in prompt]}
+        if not self._recompute:  # what requests under way hold outlives an update
+            tokens["cache_salt"] = f"version {self._version}"
+        self._llm.llm_engine.add_request(name, tokens, params)
+        self._under_way[name] = _Request(key, max_seconds)
+        return name
+
+    def _take_outputs(self) -> list[tuple[str, Any]]:
+        """One step's results: those of `add` are kept for `step`, others returned by name."""
+        others = [
+            (output.request_id, output)
+            for output in self._llm.llm_engine.step()
+            if output.finished and not self._finish(output)
+        ]
+        self.on_step()
+        return others
+
+    def _finish(self, output: Any) -> bool:
+        """Whether `step` is to give it; keeps it then."""
+        key = self._under_way.pop(output.request_id).key
+        if key != _INTERNAL:
+            self._finished.append((key, self._completions(output)))
+        return key != _INTERNAL
+
+    def _completions(self, output: Any) -> list[Completion]:
+        return [self._completion(completion) for completion in output.outputs]
+
+    def _completion(self, output: Any) -> Completion:
+        tokens = np.asarray(output.token_ids, dtype=np.int32)
+        values = np.asarray(output.logprobs.logprobs, dtype=np.float32)
+        per_token = len(values) // len(tokens)  # one, or two with old log-probs
+        return Completion(
+            tokens=tokens,
+            logprobs=values[::per_token].copy() if per_token > 1 else values,
+            old_logprobs=values[1::per_token].copy() if per_token > 1 else None,
+            versions=[(int(span.version), span.start) for span in output.weight_versions],
+            truncated=output.finish_reason != "stop",
+            timed_out=output.finish_reason == "abort",
+        )
+
+    def _cut_stragglers(self) -> None:
+        """Ends responses that have taken over their `max_seconds`, at what they have."""
+        now = time.monotonic()
+        if now - self._looked_at < _STRAGGLER_PERIOD_S:
+            return
+        self._looked_at = now
+        processor = self._llm.llm_engine.output_processor
+        cut = []
+        for name, request in self._under_way.items():
+            if request.max_seconds is None:
+                continue
+            for internal in processor.external_req_ids[name]:
+                tokens = processor.request_states[internal].detokenizer.num_output_tokens()
+                begun = request.begun.setdefault(internal, now) if tokens else now
+                if now - begun > request.max_seconds:
+                    cut.append(internal)
+        for internal in cut:
+            state = processor.request_states[internal]
+            output = state.make_request_output([], None, self._abort, None)
+            if output is not None:  # the last of its prompt
+                self._finish(output)
+        if cut:
+            self._llm.llm_engine.abort_request(cut, internal=True)
+
+    # Whole batches
 
     def generate(
         self, prompts: Sequence[Tokens], sampling: Sampling, seeds: Sequence[int] | None = None
     ) -> list[list[Completion]]:
-        """`sampling.n` completions of each prompt, in order.
+        """`sampling.n` completions of each prompt, in order; what is under way goes on beside it.
 
         Args:
             seeds: one a prompt, in 0..2**62. Response s to it then draws from random numbers of
                 its own, which the seed and s decide, whatever else the engine generates.
         """
-        params = [
-            self._sampling_params(
-                n=sampling.n,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                max_tokens=sampling.max_tokens,
-                stop_token_ids=list(self._options.stop_token_ids),
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                seed=seed,  # vLLM adds s to it
-            )
-            for seed in ([None] if seeds is None else seeds)
+        each = [None] * len(prompts) if seeds is None else seeds
+        names = [
+            self._request(_INTERNAL, prompt, self._params(sampling, seed))
+            for prompt, seed in zip(prompts, each, strict=True)
         ]
-        outputs = self._run(prompts, params[0] if seeds is None else params)
-        return [
-            [
-                Completion(
-                    tokens=np.asarray(completion.token_ids, dtype=np.int32),
-                    logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
-                    truncated=completion.finish_reason == "length",
-                )
-                for completion in output.outputs
-            ]
-            for output in outputs
-        ]
+        outputs = self._wait_for(names)
+        return [self._completions(outputs[name]) for name in names]
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         """Log-prob of every token but the first at temperature 1, float32 [len - 1] each."""
@@ -224,21 +379,20 @@ class VLLMEngine:
         """Log-probs of given responses at `temperature`, without top-p, float32 [T] each (nats).
 
         Each sequence is computed from its first token: a prompt's cached keys would save its
-        hidden states, but vLLM reads no cache where it is asked for a prompt's log-probs.
+        hidden states, but vLLM reads no cache where it is asked for a prompt's log-probs. At
+        another temperature than 1 nothing else may be under way.
         """
-        starts = [len(prompt) for prompt in prompts]
-        sequences = [
-            [*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)
-        ]
-        params = self._sampling_params(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
-        )
+        params = self._sampling_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         with self._logits_divided_by(temperature):
-            outputs = self._run(sequences, params)
+            names = [
+                self._request(_INTERNAL, [*prompt, *response], params)
+                for prompt, response in zip(prompts, responses, strict=True)
+            ]
+            outputs = self._wait_for(names)
         return [
             # the first token has none
-            np.asarray(output.prompt_logprobs.logprobs[start - 1 :], dtype=np.float32)
-            for start, output in zip(starts, outputs, strict=True)
+            np.asarray(outputs[name].prompt_logprobs.logprobs[len(prompt) - 1 :], dtype=np.float32)
+            for name, prompt in zip(names, prompts, strict=True)
         ]
 
     @contextmanager
@@ -247,21 +401,39 @@ class VLLMEngine:
         if temperature == 1.0:
             yield
             return
+        assert not self._under_way, "the logits of what is under way would be divided too"
         self._llm.collective_rpc("tba_divide_logits", args=(temperature,))
         try:
             yield
         finally:
             self._llm.collective_rpc("tba_divide_logits", args=(None,))
 
-    def _run(self, prompts: Sequence[Tokens], params: Any) -> list[Any]:
-        """`LLM.generate`, telling `on_step` after every decoding step that the engine is alive."""
-        tokens = [{"prompt_token_ids": [int(t) for t in prompt]} for prompt in prompts]
-        self._llm.enqueue(tokens, params, use_tqdm=False)
-        outputs = []
-        while self._llm.llm_engine.has_unfinished_requests():
-            outputs += [o for o in self._llm.llm_engine.step() if o.finished]
-            self.on_step()
-        return sorted(outputs, key=lambda output: int(output.request_id))
+    def _wait_for(self, names: Sequence[str]) -> dict[str, Any]:
+        outputs: dict[str, Any] = {}
+        while len(outputs) < len(names):
+            outputs.update(self._take_outputs())
+        return outputs
+
+    def _check_old_logprobs(self, temperature: float) -> None:
+        """A few tokens' old log-probs computed both ways, before anything relies on them.
+
+        Raises:
+            RuntimeError: they differ: this vLLM samples in another way than the one known here.
+        """
+        prompt = [self._options.pad_token_id] * 2
+        sampling = Sampling(n=4, temperature=2 * temperature, top_p=0.9, max_tokens=4)
+        group = self.generate([prompt], sampling)[0]
+        want = self.score_responses(
+            [prompt] * len(group), [c.tokens for c in group], temperature=temperature
+        )
+        for completion, values in zip(group, want, strict=True):
+            old = completion.old_logprobs
+            if old is None or not np.allclose(old, values, rtol=0.05, atol=0.3):
+                raise RuntimeError(
+                    "vLLM does not give the log-probs of explored responses at the policy's "
+                    f"temperature ({old} for {values}): set searcher.explore.temperature_prob=0, "
+                    "searcher.explore.top_p_prob=0 and searcher.top_p=1"
+                )
 
     def join_weights(self, **options: Any) -> None:
         """Starts receiving weights; `options` are the keywords of `weights.Receiver`."""
@@ -275,11 +447,35 @@ class VLLMEngine:
 
     def update(self, *, wait_for: int | None = None, timeout_s: float = 0.0) -> WeightUpdate | None:
         """Loads the newest weights that have come, if any (see `weights.Receiver.take`)."""
-        updates = self._llm.collective_rpc("tba_take", args=(wait_for, timeout_s))
-        if updates[0] is None:
+        if wait_for is None and not self.has_update():
             return None
-        self._llm.reset_prefix_cache()
-        return WeightUpdate(**updates[0])
+        core = self._llm.llm_engine.engine_core
+        frozen = bool(self._under_way)
+        if frozen:  # returns when the step under way has ended, and its tokens are on their way
+            core.call_utility("pause_scheduler", "keep", False)
+        paused = time.monotonic()
+        try:
+            found = self._llm.collective_rpc("tba_take", args=(wait_for, timeout_s))[0]
+            self._has_update = False
+            if found is None:
+                return None
+            if self._recompute or not frozen:
+                # Frozen requests lose their keys and values, and compute them anew.
+                core.reset_prefix_cache(reset_running_requests=True)
+            self._version = found["version"]
+            self._llm.llm_engine.set_weight_version(str(self._version))
+        finally:
+            if frozen:
+                core.call_utility("resume_scheduler")
+        return WeightUpdate(**found, stall_s=time.monotonic() - paused)
+
+    def has_update(self) -> bool:
+        """Whether weights have come that are not loaded; a yes may come a moment late."""
+        now = time.monotonic()
+        if not self._has_update and now - self._polled_at >= _POLL_PERIOD_S:
+            self._polled_at = now
+            self._has_update = self._llm.collective_rpc("tba_staged")[0] >= 0
+        return self._has_update
 
     def leave_weights(self) -> None:
         """Waits for the publisher's closing message."""
@@ -330,6 +526,8 @@ def _clean_environment(cfg: EngineConfig, options: EngineOptions) -> Iterator[No
             # vLLM compiles small pieces even in eager mode, with a C++ compiler: half a minute at
             # the first generation, and no faster afterwards
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if options.policy_temperature is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # see EngineWeights.tba_start
     try:
         yield
     finally:
@@ -370,10 +568,21 @@ def pin_process(pid: int, cores: Sequence[int]) -> None:
 # --------------------------------------------------------------------------- transformers
 
 
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A prompt that transformers has not begun."""
+
+    key: int
+    prompt: Tokens
+    sampling: Sampling
+    seed: int | None
+
+
 class HFEngine:
     """transformers' `generate`, in this process.
 
-    With a `model` it generates from that model as it is at every call, and takes no weights.
+    With a `model` it generates from that model as it is at every call, and takes no weights. A
+    batch that has begun can't be joined, nor given new weights, before it ends.
     """
 
     def __init__(
@@ -392,7 +601,39 @@ class HFEngine:
         self._model.generation_config = GenerationConfig()
         self._generator_seed = options.seed
         self._calls = 0
+        self._queue: list[_Queued] = []
         self._receiver: Receiver | None = None
+
+    def add(self, key: int, prompt: Tokens, sampling: Sampling, *, seed: int | None = None) -> None:
+        """Queues a prompt; `step` gives its `sampling.n` responses with `key`, from 0 up.
+
+        Args:
+            seed: as in `generate`.
+        """
+        self._queue.append(_Queued(key, prompt, sampling, seed))
+
+    def step(self) -> list[tuple[int, list[Completion]]]:
+        """Generates for the first prompts in the queue that are sampled alike and fill a batch."""
+        batch: list[_Queued] = []
+        for queued in self._queue:
+            first = (batch or [queued])[0]
+            alike = queued.sampling == first.sampling
+            alike &= (queued.seed is None) == (first.seed is None)
+            size = (len(batch) + 1) * first.sampling.n
+            if batch and (not alike or size > self._batch_size):
+                break
+            batch.append(queued)
+        if not batch:
+            return []
+        self._queue = self._queue[len(batch) :]
+        prompts = [queued.prompt for queued in batch]
+        seeds = [queued.seed for queued in batch if queued.seed is not None]
+        groups = self.generate(prompts, batch[0].sampling, seeds or None)
+        return [(queued.key, group) for queued, group in zip(batch, groups, strict=True)]
+
+    def drop(self) -> None:
+        """Forgets all that is under way."""
+        self._queue.clear()
 
     def generate(
         self, prompts: Sequence[Tokens], sampling: Sampling, seeds: Sequence[int] | None = None
@@ -430,6 +671,10 @@ class HFEngine:
             mask[row, width - len(prompt) :] = 1
         recorder = _LogprobRecorder(width, self.on_step)
         processors = _processors(sampling, recorder)
+        old_recorder = None
+        if self._options.explores(sampling):
+            old_recorder = _LogprobRecorder(width, temperature=self._options.policy_temperature)
+            processors.insert(0, old_recorder)  # before temperature and top-p
         choose = sampling.temperature > 0.0
         if choose and streams is not None:
             processors.append(_SeededChoice(width, streams, sampling.max_tokens, device))
@@ -445,23 +690,28 @@ class HFEngine:
                 pad_token_id=self._options.pad_token_id,
                 # given here: `generate` would apply its own options after the recorder
                 logits_processor=processors,
+                max_time=sampling.max_seconds,
                 **({"do_sample": True, "top_k": 0} if choose else {"do_sample": False}),
             )
         logprobs = recorder.finish(sequences)  # [B, T]
+        old = old_recorder.finish(sequences) if old_recorder else [None] * len(prompts)
         return [
-            self._completion(tokens, values, sampling.max_tokens)
-            for tokens, values in zip(
-                sequences[:, width:].cpu().numpy(), logprobs.cpu().numpy(), strict=True
-            )
+            self._completion(*row, sampling.max_tokens)
+            for row in zip(sequences[:, width:].cpu(), logprobs.cpu(), old, strict=True)
         ]
 
-    def _completion(self, tokens: np.ndarray, logprobs: np.ndarray, limit: int) -> Completion:
-        stops = np.flatnonzero(np.isin(tokens, self._options.stop_token_ids))
+    def _completion(
+        self, tokens: torch.Tensor, logprobs: torch.Tensor, old: torch.Tensor | None, limit: int
+    ) -> Completion:
+        stops = np.flatnonzero(np.isin(tokens.numpy(), self._options.stop_token_ids))
         length = int(stops[0]) + 1 if len(stops) else min(len(tokens), limit)
         return Completion(
-            tokens=tokens[:length].astype(np.int32),
-            logprobs=logprobs[:length].astype(np.float32),
+            tokens=tokens[:length].numpy().astype(np.int32),
+            logprobs=logprobs[:length].numpy().astype(np.float32),
+            old_logprobs=None if old is None else old[:length].cpu().numpy().astype(np.float32),
+            versions=((-1 if self._receiver is None else self._receiver.version, 0),),
             truncated=len(stops) == 0,
+            timed_out=len(stops) == 0 and length < limit,
         )
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
@@ -502,6 +752,10 @@ class HFEngine:
         assert self._receiver is not None, "join_weights comes first"
         return self._receiver.take(wait_for=wait_for, timeout_s=timeout_s)
 
+    def has_update(self) -> bool:
+        """Whether weights have come that are not loaded."""
+        return self._receiver is not None and self._receiver.staged_version >= 0
+
     def leave_weights(self) -> None:
         """Waits for the publisher's closing message."""
         if self._receiver is not None:
@@ -527,22 +781,30 @@ def _processors(sampling: Sampling, recorder: _LogprobRecorder) -> LogitsProcess
 
 
 class _LogprobRecorder:
-    """The last logits processor of `generate`: keeps the log-prob of each token as it was sampled.
+    """A logits processor of `generate`: keeps each token's log-prob under the scores it is given.
+
+    As the last of them it gets what is sampled from, as the first what the model says.
 
     Called with the tokens so far and the processed scores of the next one, so the scores of step t
     are kept until the token that was drawn from them is seen: never more than [B, V].
     """
 
-    def __init__(self, prompt_width: int, on_step: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        prompt_width: int,
+        on_step: Callable[[], None] = _nothing,
+        temperature: float | None = None,
+    ) -> None:
         self._width = prompt_width
         self._on_step = on_step
+        self._temperature = temperature or 1.0  # that the scores are still to be divided by
         self._scores: torch.Tensor | None = None
         self._logprobs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._on_step()
         self._take(input_ids)
-        self._scores = scores.float().log_softmax(-1)
+        self._scores = (scores.float() / self._temperature).log_softmax(-1)
         return scores
 
     def finish(self, sequences: torch.Tensor) -> torch.Tensor:

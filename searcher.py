@@ -1,10 +1,14 @@
-"""The searcher's loop: prompts -> generate -> score -> ship -> take weights, forever.
+"""The searcher's loop: keep the engine full, score what is complete, ship it, take weights.
 
 Runs on every searcher rank, in the main thread (in a thread of its own when the world is one rank).
-Consumes: weights (newest version, taken between two generations). Produces: trajectories, to
-trainer p mod T for prompt p; counters; evaluation results. Waits for: nothing in `mode=async`, the
-weights of the next round in `mode=sync`. Ends: after the final version, which it evaluates first.
+Consumes: weights (the newest version, the moment it has come). Produces: trajectories, to trainer
+p mod T for prompt p; counters; evaluation results. Waits for: nothing in `mode=async`, the weights
+of the next round in `mode=sync`. Ends: after the final version, which it evaluates first.
 arXiv 2503.18929, section 4.
+
+A prompt enters the engine as soon as another's group has left it, so that nothing waits for the
+longest response. Complete groups are scored in batches while the engine decodes on: rewards in
+worker processes, reference log-probs here.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,27 +29,29 @@ from comm import Channel, Control, Kind, Ranks
 from engine import Completion, HFEngine, Sampling, VLLMEngine
 from evaluate import completion_facts, held_out_sums, response_texts
 from metrics import IdleClock
-from model import PADDED, Layout, distinct, unique_response_logprobs
-from rewards import Scorer
+from model import PADDED, Layout, unique_response_logprobs
+from rewards import Scored, Scorer
 from tasks.task import Problem, Task
 from trajectory import Trajectory, pack
 from weights import WeightUpdate
 
 logger = logging.getLogger("tba")
 
+_MAX_SCORING = 16  # batches whose rewards are awaited before the searcher waits for the first
+
 
 @dataclass
 class ExploreConfig:
-    """Now and then one generation samples from another distribution than the training one.
+    """Now and then a prompt's responses are sampled from another distribution than usual.
 
     Off by default. arXiv 2503.18929's reference code draws both with probability 0.3: top-p from
     0.7 to 1, and the temperature from 0.7 to 1.1 (TL;DR) or from T to 1.1 / 0.7 T (GSM8K).
     """
 
-    temperature_prob: float = 0.0  # of a generation with a drawn temperature
+    temperature_prob: float = 0.0  # of a prompt with a drawn temperature
     temperature_low: float | None = None  # null: searcher.temperature
     temperature_high: float | None = None  # null: searcher.temperature * 1.1 / 0.7
-    top_p_prob: float = 0.0  # of a generation with a drawn top-p, whatever its temperature
+    top_p_prob: float = 0.0  # of a prompt with a drawn top-p, whatever its temperature
     top_p_low: float = 0.7
     top_p_high: float = 1.0
 
@@ -54,13 +61,20 @@ class SearcherConfig:
     """What is generated."""
 
     responses_per_prompt: int = 20  # S, at least trainer.responses_per_prompt
-    prompts_per_call: int = 32  # prompts in one generation; mode=sync derives its own
+    prompts_in_flight: int = 32  # prompts under way at once; mode=sync derives its own
+    # When new weights are loaded: inflight, in the middle of generations | between, when what is
+    # under way has ended, and nothing new has begun meanwhile
+    update: str = "inflight"
+    max_response_seconds: float | None = None  # a longer response is cut there; null: never
     temperature: float = (
         1.0  # of sampling, of the policy and of the reference: TB holds at this one
     )
     top_p: float = 1.0
     max_outstanding: int = 8  # messages under way to trainers before a searcher waits
     reference_tokens_per_micro_batch: int = 8192  # as the trainer's, in the reference's passes
+    # Complete groups wait for others, to be scored together: for this long (seconds), or until
+    # they fill a micro-batch of the reference
+    score_every_s: float = 0.25
     explore: ExploreConfig = field(default_factory=ExploreConfig)
 
 
@@ -88,31 +102,116 @@ class SearcherParts:
     seed: int
     layout: Layout = PADDED  # of the reference's forward passes
     clock: IdleClock = field(default_factory=IdleClock)
+    # time.time() at which weights were published of which no token has been sampled yet
+    first_token_of: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """The responses to one prompt, from its entry into the engine on."""
+
+    prompt_id: int
+    completions: list[Completion] = field(default_factory=list)  # none while any is under way
+
+
+@dataclass(slots=True, kw_only=True)
+class Scoring:
+    """Complete groups whose rewards are being computed."""
+
+    groups: list[Group]
+    reference: list[np.ndarray]  # log-probs, float32 [T] of each response (nats)
+    scores: Future[list[Scored]]
+
+
+@dataclass(slots=True)
+class Groups:
+    """All groups of a searcher that are not shipped, by how far they are."""
+
+    open: dict[int, Group] = field(default_factory=dict)  # key -> group in the engine
+    complete: list[Group] = field(default_factory=list)
+    complete_since: float = 0.0  # time.monotonic() when the first of them was
+    scoring: list[Scoring] = field(default_factory=list)
+    started: int = 0  # groups since the start, which gives keys
+    scored: bool = False  # whether any was
 
 
 def search(
-    cfg: SearcherConfig, parts: SearcherParts, *, prompts_per_call: int, lockstep: bool
+    cfg: SearcherConfig,
+    parts: SearcherParts,
+    *,
+    prompts_in_flight: int,
+    lockstep: bool = False,
+    between: bool = False,
 ) -> None:
     """Generates and ships until the final version of the weights has been evaluated.
 
     Args:
-        prompts_per_call: prompts in one generation.
-        lockstep: generate exactly once under every version (`mode=sync`).
+        prompts_in_flight: prompts under way at once; in lock-step those of one round.
+        lockstep: generate one round under every version (`mode=sync`).
+        between: load weights only when nothing is under way (`searcher.update=between`).
     """
     stream = prompt_stream(parts)
     rng = np.random.default_rng([parts.seed, 2, parts.ranks.searcher_index])
+    groups = Groups()
     update = take_weights(parts, wait_for=0)
     assert update is not None
+    begin(parts, update)
     parts.clock.start()
     while not update.final:
-        ids = [next(stream) for _ in range(prompts_per_call)]
-        sampling = explored(cfg, rng, max_tokens=parts.max_response_tokens)
-        parts.control.progress("generating")
-        groups = parts.engine.generate([parts.prompt_tokens[i] for i in ids], sampling)
-        trajectories, outcomes = score(cfg, parts, ids, groups, sampling, version=update.version)
-        ship(parts, trajectories, outcomes, version=update.version)
-        update = take_weights(parts, wait_for=update.version + 1 if lockstep else None) or update
+        draining = groups.open and (lockstep or (between and parts.engine.has_update()))
+        if not draining:
+            start(cfg, parts, groups, prompts_in_flight - len(groups.open), stream, rng)
+        generate(parts, groups)
+        if lockstep and groups.open:
+            continue
+        score(cfg, parts, groups, everything=lockstep)
+        ship(parts, groups, update.version, everything=lockstep)
+        if between and groups.open:
+            continue
+        newer = take_weights(parts, wait_for=update.version + 1 if lockstep else None)
+        if newer is None:
+            continue
+        update = newer
+        if update.final:  # what has been finished is not lost; the rest would come too late
+            parts.engine.drop()
+            score(cfg, parts, groups, everything=True)
+            ship(parts, groups, update.version, everything=True)
+        begin(parts, update)
     parts.channel.close()
+
+
+def start(
+    cfg: SearcherConfig,
+    parts: SearcherParts,
+    groups: Groups,
+    count: int,
+    stream: Iterator[int],
+    rng: np.random.Generator,
+) -> None:
+    """Adds `count` prompts to what the engine is working on."""
+    for _ in range(count):
+        prompt_id = next(stream)
+        sampling = explored(cfg, rng, max_tokens=parts.max_response_tokens)
+        groups.open[groups.started] = Group(prompt_id=prompt_id)
+        parts.engine.add(groups.started, parts.prompt_tokens[prompt_id], sampling)
+        groups.started += 1
+
+
+def generate(parts: SearcherParts, groups: Groups) -> None:
+    """One step of the engine; groups whose responses have all ended are complete."""
+    parts.control.progress("generating")
+    for key, completions in parts.engine.step():
+        group = groups.open.pop(key)
+        group.completions = completions
+        if not groups.complete:
+            groups.complete_since = time.monotonic()
+        groups.complete.append(group)
+    if parts.first_token_of is not None:
+        # Between clocks of two nodes, where trainer 0 is on another: as good as they agree.
+        seconds = time.time() - parts.first_token_of
+        parts.first_token_of = None
+        for trainer in range(parts.ranks.num_trainers):
+            parts.channel.send(trainer, Kind.REPORT, {"step_to_token_s": seconds})
 
 
 def prompt_stream(parts: SearcherParts) -> Iterator[int]:
@@ -124,7 +223,7 @@ def prompt_stream(parts: SearcherParts) -> Iterator[int]:
 
 
 def explored(cfg: SearcherConfig, rng: np.random.Generator, *, max_tokens: int) -> Sampling:
-    """How the next generation samples: as configured, or explored (`ExploreConfig`).
+    """How the next prompt's responses are sampled: as configured, or explored (`ExploreConfig`).
 
     Temperature and top-p are explored independently. Every call draws four numbers, whatever the
     settings, so that one setting does not move the draws of the other.
@@ -143,8 +242,18 @@ def explored(cfg: SearcherConfig, rng: np.random.Generator, *, max_tokens: int) 
     if top_p_draw < explore.top_p_prob:
         top_p = explore.top_p_low + (explore.top_p_high - explore.top_p_low) * top_p_place
     return Sampling(
-        n=cfg.responses_per_prompt, temperature=temperature, top_p=top_p, max_tokens=max_tokens
+        n=cfg.responses_per_prompt,
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        max_seconds=cfg.max_response_seconds,
     )
+
+
+def explores(cfg: SearcherConfig) -> bool:
+    """Whether some responses are sampled otherwise than the policy at its temperature would."""
+    explore = cfg.explore
+    return cfg.top_p < 1.0 or explore.temperature_prob > 0 or explore.top_p_prob > 0
 
 
 def temperature_range(cfg: SearcherConfig) -> tuple[float, float]:
@@ -157,21 +266,36 @@ def temperature_range(cfg: SearcherConfig) -> tuple[float, float]:
 
 
 def take_weights(parts: SearcherParts, *, wait_for: int | None) -> WeightUpdate | None:
-    """The newest weights, loaded, probed and, if they say so, evaluated; None if none have come."""
+    """The newest weights, loaded; None if none have come."""
     parts.control.progress("waiting for weights" if wait_for is not None else "taking weights")
+    begun = time.monotonic()
     with parts.clock.waiting("weights"):
         update = parts.engine.update(wait_for=wait_for, timeout_s=parts.control.timeout_s)
-    if update is None:
-        return None
-    parts.clock.count_as_work("weights", update.load_s)  # loading is work, waiting for it is not
-    report: dict[str, Any] = {"version": update.version, "load_s": update.load_s}
+    # Loading is work. Without `wait_for` so is all but the time in which the engine stood still
+    # for another reason: it decodes while it is asked, and until it is paused.
+    work = 0.0 if update is None else update.load_s
+    if wait_for is None:
+        idle = 0.0 if update is None else max(0.0, update.stall_s - update.load_s)
+        work = time.monotonic() - begun - idle
+    parts.clock.count_as_work("weights", work)
+    return update
+
+
+def begin(parts: SearcherParts, update: WeightUpdate) -> None:
+    """What is due under a version that has just been loaded: a probe, an evaluation, a report."""
+    report: dict[str, Any] = {
+        "version": update.version,
+        "load_s": update.load_s,
+        "stall_s": update.stall_s,
+    }
     if "probe" in update.meta:
         report["logprob_gap"] = probe(parts, update)
     for trainer in range(parts.ranks.num_trainers):
         parts.channel.send(trainer, Kind.REPORT, report)
+    parts.first_token_of = update.meta.get("published_at")
     if update.evaluate:
         evaluate(parts, update)
-    return update
+        parts.first_token_of = None
 
 
 def probe(parts: SearcherParts, update: WeightUpdate) -> float:
@@ -214,87 +338,41 @@ def evaluate(parts: SearcherParts, update: WeightUpdate) -> None:
     parts.channel.send(0, Kind.EVALUATION, values)
 
 
-def score(
-    cfg: SearcherConfig,
-    parts: SearcherParts,
-    ids: Sequence[int],
-    groups: Sequence[Sequence[Completion]],
-    sampling: Sampling,
-    *,
-    version: int,
-) -> tuple[list[Trajectory], Counter[str]]:
-    """Rewards, log-probs at the training temperature and reference log-probs of every completion.
-
-    The engine must still hold the weights that sampled them. Workers score while the device
-    computes log-probs.
+def score(cfg: SearcherConfig, parts: SearcherParts, groups: Groups, *, everything: bool) -> None:
+    """Hands complete groups over to the scorer, and computes their reference log-probs meanwhile.
 
     Args:
-        sampling: what the completions were sampled with.
-        version: of the weights that sampled them.
-
-    Returns:
-        The trajectories, and how many were scored how (`Scored.status`).
+        everything: at once; else when there is enough of them, or the first has waited enough.
     """
+    if not groups.complete:
+        return
+    tokens = sum(
+        len(completion.tokens) for group in groups.complete for completion in group.completions
+    )
+    due = (
+        tokens >= cfg.reference_tokens_per_micro_batch
+        or time.monotonic() - groups.complete_since >= cfg.score_every_s
+    )
+    if not (everything or due):
+        return
     # Models that score are opened at the first use.
-    limit = parts.control.startup_timeout_s if version == 0 else None
+    limit = None if groups.scored else parts.control.startup_timeout_s
     parts.control.progress("scoring", limit)
-    flat = [(i, completion) for i, group in zip(ids, groups, strict=True) for completion in group]
-    prompts = [parts.prompt_tokens[i] for i, _ in flat]
-    completions = [completion for _, completion in flat]
-    problems = [parts.problems[i] for i, _ in flat]
+    batch, groups.complete, groups.scored = groups.complete, [], True
+    completions = [completion for group in batch for completion in group.completions]
+    ids = [group.prompt_id for group in batch for _ in group.completions]
+    prompts = [parts.prompt_tokens[i] for i in ids]
+    problems = [parts.problems[i] for i in ids]
     texts = response_texts(parts.tokenizer, completions)
     facts = completion_facts(completions)
     early = "reference_logprob" not in parts.scorer.facts
     if early:
         scores = parts.scorer.submit(problems, texts, **facts)
-    old = old_logprobs(cfg, parts.engine, prompts, completions, sampling)
     reference = reference_logprobs(cfg, parts, prompts, completions)
     if not early:
         facts["reference_logprob"] = [float(values.sum()) for values in reference]
         scores = parts.scorer.submit(problems, texts, **facts)
-    scored = parts.scorer.collect(scores, on_progress=parts.control.alive)
-    trajectories = [
-        Trajectory(
-            prompt_id=i,
-            prompt_tokens=prompt,
-            response_tokens=completion.tokens,
-            behavior_logprobs=completion.logprobs,
-            old_logprobs=old_values,
-            reference_logprobs=reference_values,
-            reference_version=-1 if parts.reference is None else 0,
-            reward=result.reward,
-            reward_parts=result.parts,
-            version_start=version,
-            version_end=version,
-            truncated=completion.truncated,
-        )
-        for (i, completion), prompt, result, old_values, reference_values in zip(
-            flat, prompts, scored, old, reference, strict=True
-        )
-    ]
-    return trajectories, Counter(result.status for result in scored)
-
-
-def old_logprobs(
-    cfg: SearcherConfig,
-    engine: VLLMEngine | HFEngine,
-    prompts: Sequence[np.ndarray],
-    completions: Sequence[Completion],
-    sampling: Sampling,
-) -> list[np.ndarray]:
-    """Log-probs at the training temperature without top-p, float32 [T] each (nats).
-
-    The very arrays of `completions` where that is what they were sampled with; else the engine
-    computes each distinct response once more.
-    """
-    if sampling.temperature == cfg.temperature and sampling.top_p == 1.0:
-        return [completion.logprobs for completion in completions]
-    responses = [completion.tokens for completion in completions]
-    first, slot_of = distinct(prompts, responses)
-    values = engine.score_responses(
-        [prompts[i] for i in first], [responses[i] for i in first], temperature=cfg.temperature
-    )
-    return [values[slot] for slot in slot_of]
+    groups.scoring.append(Scoring(groups=batch, reference=reference, scores=scores))
 
 
 def reference_logprobs(
@@ -318,27 +396,92 @@ def reference_logprobs(
     )
 
 
-def ship(
+def ship(parts: SearcherParts, groups: Groups, version: int, *, everything: bool) -> None:
+    """Sends what has its rewards, in the order in which they come.
+
+    Args:
+        version: of the weights that the engine holds.
+        everything: waits for all rewards; else for the oldest ones only where very many are open.
+    """
+    waiting = groups.scoring
+    due = [
+        scoring
+        for i, scoring in enumerate(waiting)
+        if everything or scoring.scores.done() or (i == 0 and len(waiting) > _MAX_SCORING)
+    ]
+    for scoring in due:
+        with parts.clock.waiting("rewards"):
+            scored = parts.scorer.collect(scoring.scores, on_progress=parts.control.alive)
+        waiting.remove(scoring)
+        send(parts, trajectories(parts, scoring, scored), scored, version)
+
+
+def trajectories(
+    parts: SearcherParts, scoring: Scoring, scored: Sequence[Scored]
+) -> list[Trajectory]:
+    """The records of scored responses."""
+    flat = [(group, completion) for group in scoring.groups for completion in group.completions]
+    return [
+        Trajectory(
+            prompt_id=group.prompt_id,
+            prompt_tokens=parts.prompt_tokens[group.prompt_id],
+            response_tokens=completion.tokens,
+            behavior_logprobs=completion.logprobs,
+            old_logprobs=(
+                completion.logprobs if completion.old_logprobs is None else completion.old_logprobs
+            ),
+            reference_logprobs=reference,
+            reference_version=-1 if parts.reference is None else 0,
+            reward=result.reward,
+            reward_parts=result.parts,
+            version_start=completion.versions[0][0],
+            version_end=completion.versions[-1][0],
+            truncated=completion.truncated,
+            version_offsets=version_offsets(completion),
+        )
+        for (group, completion), result, reference in zip(
+            flat, scored, scoring.reference, strict=True
+        )
+    ]
+
+
+def version_offsets(completion: Completion) -> np.ndarray | None:
+    """As in `Trajectory`, int32 [T]; None where one version sampled the whole response.
+
+    >>> tokens, logprobs = np.zeros(4, np.int32), np.zeros(4, np.float32)
+    >>> response = Completion(
+    ...     tokens=tokens, logprobs=logprobs, versions=[(7, 0), (9, 3)], truncated=False
+    ... )
+    >>> version_offsets(response)
+    array([0, 0, 0, 2], dtype=int32)
+    """
+    versions, starts = np.array(completion.versions, np.int64).T
+    if versions[0] == versions[-1]:
+        return None
+    ends = np.append(starts[1:], len(completion.tokens))
+    return np.repeat(versions - versions[0], ends - starts).astype(np.int32)
+
+
+def send(
     parts: SearcherParts,
-    trajectories: Sequence[Trajectory],
-    outcomes: Counter[str],
-    *,
+    made: Sequence[Trajectory],
+    scored: Sequence[Scored],
     version: int,
 ) -> None:
     """Sends each trajectory to the trainer of its prompt, then this searcher's counters to all."""
     num_trainers = parts.ranks.num_trainers
     report = {
         "round": version,
-        "generated": len(trajectories),
-        "generated_tokens": sum(len(t.response_tokens) for t in trajectories),
-        "outcomes": dict(outcomes),
+        "generated": len(made),
+        "generated_tokens": sum(len(t.response_tokens) for t in made),
+        "outcomes": dict(Counter(result.status for result in scored)),
         "idle_fraction": parts.clock.fraction(),
         "idle_s": parts.clock.seconds(),
     }
     parts.control.progress("sending trajectories")
     with parts.clock.waiting("channel"):
         for trainer in range(num_trainers):
-            part = [t for t in trajectories if t.prompt_id % num_trainers == trainer]
+            part = [t for t in made if t.prompt_id % num_trainers == trainer]
             if part:
                 parts.channel.send(trainer, Kind.TRAJECTORIES, pack(part))
             parts.channel.send(trainer, Kind.REPORT, report)

@@ -72,8 +72,8 @@ class Store:
     """Trajectories by row; a row number holds until ``compact``, an arrival number for ever.
 
     Rows are in order of arrival. Methods that take rows accept those not yet flushed only where
-    they say so. Memory: 12 bytes a token (4 more where old log-probs differ, and where versions do), at most 9/8 of that with
-    garbage and two segments more, and about 90 bytes a row.
+    they say so. Memory: 12 bytes a token (4 more where old log-probs differ, and 4 where versions
+    do), at most 9/8 of that with garbage and two segments more, and about 90 bytes a row.
     """
 
     def __init__(self, max_tokens: int) -> None:

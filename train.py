@@ -58,7 +58,7 @@ from offline import TrajectoryWriter
 from parallel import ParallelConfig, any_rank, shard
 from rewards import Scorer, make_scorer
 from schedules import beta_at, linear_at
-from searcher import SearcherParts, search
+from searcher import SearcherParts, explores, search
 from tasks.task import Problem, Task, fit_prompts
 from trainer import Evaluator, TrainerParts, beta_schedule, train
 from trajectory import Trajectory
@@ -656,6 +656,7 @@ def engine_options(setup: Setup) -> EngineOptions:
         cores=setup.cores,
         port=engine_port(ranks.local_rank, job),
         trust_remote_code=cfg.model.trust_remote_code,
+        policy_temperature=cfg.searcher.temperature if explores(cfg.searcher) else None,
     )
 
 
@@ -718,8 +719,9 @@ def run_searcher(setup: Setup, parts: SearcherParts) -> None:
     search(
         setup.cfg.searcher,
         parts,
-        prompts_per_call=config.prompts_per_call(setup.cfg, setup.ranks),
+        prompts_in_flight=config.prompts_in_flight(setup.cfg, setup.ranks),
         lockstep=setup.lockstep,
+        between=setup.cfg.searcher["update"] == "between",  # DictConfig has an `update`
     )
     parts.control.progress("closing the engine")
     parts.scorer.close()

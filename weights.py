@@ -383,6 +383,7 @@ class WeightUpdate:
     final: bool  # the last version of the run: the searcher ends after it
     meta: dict[str, Any]
     load_s: float  # seconds to load, without the wait
+    stall_s: float = 0.0  # seconds in which the engine decoded nothing because of it
 
 
 class Receiver:
@@ -420,6 +421,14 @@ class Receiver:
         self._meeting: dict[str, Any] = {"backend": backend, "timeout_s": timeout_s}
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
+
+    @property
+    def staged_version(self) -> int:
+        """Version that `take` would load, -1 if there is none."""
+        with self._condition:
+            if self._error is not None:
+                return 0  # `take` raises it
+            return -1 if self._staged is None else self._staged[0]
 
     def take(self, *, wait_for: int | None = None, timeout_s: float = 0.0) -> WeightUpdate | None:
         """Loads the newest staged version; None if there is none.
@@ -530,10 +539,17 @@ class EngineWeights:
     `collective_rpc` and are prefixed to stay clear of the worker's own names.
     """
 
-    def tba_start(self, owner_pid: int) -> None:
-        """The first call to a worker: what must hold before anything is generated."""
+    def tba_start(self, owner_pid: int, policy_temperature: float | None) -> None:
+        """The first call to a worker: what must hold before anything is generated.
+
+        Args:
+            policy_temperature: of the log-probs that stand in second place wherever at least two
+                are asked for; None: that of the second most probable token, as in vLLM.
+        """
         _die_with(owner_pid)
         worker: Any = self
+        if policy_temperature is not None:
+            _record_old_logprobs(worker.model_runner.sampler, policy_temperature)
         if worker.device.type == "cpu":
             # Linux kills a process (SIGILL) that uses Intel's AMX without having asked for it, as
             # vLLM's bfloat16 attention does; a large matrix product asks, but may come later.
@@ -550,11 +566,17 @@ class EngineWeights:
             specs, lambda weights: _load_vllm(worker, weights), device=worker.device, **options
         )
 
+    def tba_staged(self) -> int:
+        """`Receiver.staged_version`."""
+        return self._tba_receiver.staged_version
+
     def tba_take(self, wait_for: int | None, timeout_s: float) -> dict | None:
         """`Receiver.take` as a plain dict."""
         with torch.inference_mode():
             update = self._tba_receiver.take(wait_for=wait_for, timeout_s=timeout_s)
-        return None if update is None else asdict(update)
+        if update is None:
+            return None
+        return {name: value for name, value in asdict(update).items() if name != "stall_s"}
 
     def tba_divide_logits(self, temperature: float | None) -> None:
         """From now on the model's logits are float32, divided by `temperature`; None: as before.
@@ -577,6 +599,26 @@ class EngineWeights:
 
     def tba_leave(self) -> None:
         self._tba_receiver.close()
+
+
+def _record_old_logprobs(sampler: Any, temperature: float) -> None:
+    """The second log-prob of each sampled token becomes the policy's own at `temperature`.
+
+    vLLM gives log-probs either before or after temperature and top-p. A response explored with
+    others needs both, and each under the weights that sampled the token: later is too late.
+    """
+    forward = sampler.forward
+
+    def recorded(logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = sampling_metadata.max_num_logprobs  # None: by nobody
+        policy = (logits.float() / temperature).log_softmax(-1) if wanted else None  # [N, V]
+        output = forward(logits, sampling_metadata, *args, **kwargs)
+        if policy is not None:
+            sampled = output.sampled_token_ids[:, :1].long()  # [N, 1]
+            output.logprobs_tensors.logprobs[:, 1:2] = policy.gather(1, sampled)
+        return output
+
+    sampler.forward = recorded
 
 
 def _load_vllm(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -282,7 +282,7 @@ def test_a_malformed_header_is_an_error_with_a_reason(what):
 def test_a_message_over_the_limit_is_refused(monkeypatch):
     monkeypatch.setattr(comm, "MAX_MESSAGE_BYTES", 10)
     channel = Channel(make_ranks(0, 1))
-    with pytest.raises(ValueError, match=r"searcher\.prompts_per_call"):
+    with pytest.raises(ValueError, match=r"searcher\.prompts_in_flight"):
         channel.send(0, Kind.TRAJECTORIES, np.zeros(11, dtype=np.uint8))
 
 

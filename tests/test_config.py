@@ -109,10 +109,10 @@ def test_a_good_config_passes_as_it_is_readonly(overrides, world_size):
 def test_prompts_per_step_and_per_call():
     cfg = composed("trainer.batch_size=120", "trainer.publish_every=2")
     assert config.prompts_per_step(cfg) == 6
-    assert config.prompts_per_call(cfg, make_ranks(1, 4)) == cfg.searcher.prompts_per_call
+    assert config.prompts_in_flight(cfg, make_ranks(1, 4)) == cfg.searcher.prompts_in_flight
     cfg.mode = "sync"
-    assert config.prompts_per_call(cfg, make_ranks(1, 4)) == 4  # 2 steps x 6 prompts / 3 searchers
-    assert config.prompts_per_call(cfg, make_ranks(0, 1)) == 12
+    assert config.prompts_in_flight(cfg, make_ranks(1, 4)) == 4  # 2 steps x 6 prompts / 3 searchers
+    assert config.prompts_in_flight(cfg, make_ranks(0, 1)) == 12
 
 
 # --------------------------------------------------------------------------- what is wrong

@@ -202,7 +202,7 @@ def run_search(path: str, *, rank: int = 1, seed: int = 3) -> RecordingEngine:
     engine = RecordingEngine(last=40)
     parts = make_parts(path, engine, ranks=ranks, seed=seed, reference=None)
     cfg = SearcherConfig(responses_per_prompt=4, temperature=0.7, explore=PAPER)
-    search(cfg, parts, prompts_per_call=2, lockstep=False)
+    search(cfg, parts, prompts_in_flight=2, lockstep=False)
     return engine
 
 
@@ -236,7 +236,7 @@ def test_shipped_trajectories_carry_the_scores(tiny_llama: str) -> None:
     cfg = SearcherConfig(
         responses_per_prompt=4, temperature=0.7, explore=ExploreConfig(temperature_prob=1.0)
     )
-    search(cfg, parts, prompts_per_call=2, lockstep=False)
+    search(cfg, parts, prompts_in_flight=2, lockstep=False)
     (message,) = [m for _, kind, m in parts.channel.sent if kind is Kind.TRAJECTORIES]
     trajectories = unpack(message)
     assert len(trajectories) == 8
@@ -255,7 +255,7 @@ def test_a_reward_that_fails_costs_its_response_and_is_counted(tiny_llama: str) 
     node = {"_target_": "reward_tasks.LeavesAtZero"}
     scorer = RewardWorkers(node, RewardConfig(num_workers=1, penalty=-2.0))
     parts = make_parts(tiny_llama, engine, reference=None, scorer=scorer)
-    search(SearcherConfig(responses_per_prompt=4), parts, prompts_per_call=2, lockstep=False)
+    search(SearcherConfig(responses_per_prompt=4), parts, prompts_in_flight=2, lockstep=False)
     scorer.close()
     messages = [unpack(m) for _, kind, m in parts.channel.sent if kind is Kind.TRAJECTORIES]
     assert len(messages) == 2
