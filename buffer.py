@@ -138,7 +138,8 @@ class Buffer:
     "lowest_reward" both bounds let the lowest reward go first, among equals the earliest arrival;
     for ``max_tokens`` the newcomer always stays. With ``deduplicate`` a response whose tokens its
     prompt already has replaces the older record, counts as newly arrived, and has not been used
-    yet, whatever its version. ``max_staleness`` bounds by version what ``expire`` leaves.
+    yet, whatever its version. ``max_staleness`` bounds by version what ``expire`` leaves,
+    ``max_uses`` how often an item is drawn: after the last time it is removed.
 
     The recency window is what arrived since the first trajectory that was stored after the last
     ``new_window()``; unless it expires it is thus never empty once anything is stored. Being in it
@@ -164,6 +165,7 @@ class Buffer:
         fill_groups: bool = False,
         eviction: str = "oldest",
         max_staleness: int | None = None,
+        max_uses: int | None = None,
         prompt_priority: str = "none",
         prompt_temperature: float = 1.0,
     ) -> None:
@@ -180,6 +182,7 @@ class Buffer:
             eviction: what goes first at a bound, "oldest" or "lowest_reward".
             max_staleness: versions that an item may lag behind the one given to ``expire``, at
                 least 0; None: nothing expires.
+            max_uses: draws after which an item is removed, at least 1; None: never for that.
             prompt_priority: which prompt the slots outside of the recency window take: "none", each
                 in its turn; "reward_variance" or "difficulty", by chance with the weights of
                 ``prompt_choice.ByReward``, a prompt at most once in a draw.
@@ -199,6 +202,8 @@ class Buffer:
             raise ValueError(f"buffer.eviction must be one of {_EVICTIONS}, got {eviction!r}")
         if max_staleness is not None and max_staleness < 0:
             raise ValueError(f"buffer.max_staleness must be null or >= 0, got {max_staleness}")
+        if max_uses is not None and max_uses < 1:
+            raise ValueError(f"trainer.max_reuse must be null or >= 1, got {max_uses}")
         if prompt_priority not in _PRIORITIES:
             raise ValueError(
                 f"buffer.prompt_priority must be one of {_PRIORITIES}, got {prompt_priority!r}"
@@ -215,16 +220,18 @@ class Buffer:
         self.fill_groups = fill_groups
         self.eviction = eviction
         self.max_staleness = max_staleness
+        self.max_uses = max_uses
         self.prompt_priority = prompt_priority
         self.prompt_temperature = prompt_temperature
         # Counters since the start of the run; all are trajectories.
-        self.num_received = 0  # = stored now + duplicates + evicted + expired + dropped
+        self.num_received = 0  # = stored now + duplicates + evicted + expired + dropped + used up
         self.num_duplicates = 0  # replaced an older record of the same response
         self.num_evicted = 0  # stored, then removed to keep the bounds
         self.num_expired = 0  # too stale, be it when they came or later
         self.num_dropped = (
             0  # never stored: longer than max_tokens, or first to go from a full prompt
         )
+        self.num_used_up = 0  # removed because drawn ``max_uses`` times
         self._rng = np.random.default_rng(seed)
         self._store = Store(max_tokens)
         self._prompts: dict[int, _Prompt] = {}
@@ -258,6 +265,11 @@ class Buffer:
     def fill(self) -> float:
         """Share of ``max_tokens`` in use, 0..1."""
         return self.num_tokens / self.max_tokens
+
+    @property
+    def num_drawable(self) -> int:
+        """Prompts with enough items for a group: the most groups that a draw can give."""
+        return len(self._everything)
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:
         """Store trajectories in the given order, copying them; many at once are fastest.
@@ -344,7 +356,7 @@ class Buffer:
 
     def ready(self, num_prompts: int) -> bool:
         """Whether ``draw(num_prompts, k)`` would give ``num_prompts`` groups."""
-        return len(self._everything) >= num_prompts
+        return self.num_drawable >= num_prompts
 
     def draw(self, num_prompts: int, k: int, *, recency_prob: float | None = None) -> list[Group]:
         """Draw responses of ``num_prompts`` different prompts and count the use of each.
@@ -401,7 +413,10 @@ class Buffer:
                 arrivals=entries.arrivals[start:end],
             )
             chosen.append(rows[self._choose_items(mine, k, recent)])
-        return self._make_groups([prompt_id for prompt_id, _ in slots], chosen)
+        groups = self._make_groups([prompt_id for prompt_id, _ in slots], chosen)
+        if self.max_uses is not None:
+            self._remove_used_up(groups)
+        return groups
 
     def _choose_prompts(self, num_prompts: int, recency_prob: float) -> list[tuple[int, bool]]:
         """The prompt of each slot, and whether it is drawn from the window."""
@@ -481,6 +496,15 @@ class Buffer:
             )
             groups.append(group)
         return groups
+
+    def _remove_used_up(self, groups: Sequence[Group]) -> None:
+        store = self._store
+        for group in groups:
+            rows, _ = store.live_rows(np.unique(np.array(group.items, np.int64)))
+            for row in rows[store.columns["uses"][rows] >= self.max_uses].tolist():
+                self.num_used_up += 1
+                self._remove(group.prompt_id, row)
+            self._update_choices(group.prompt_id)
 
     def _add(self, t: Trajectory) -> None:
         prompt_id = int(t.prompt_id)
@@ -738,6 +762,7 @@ _COUNTERS = (
     "num_evicted",
     "num_expired",
     "num_dropped",
+    "num_used_up",
     "_next_arrival",
     "_window_start",
     "_newest_version",

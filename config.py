@@ -184,6 +184,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "buffer.recency_prob_target_step",
         "buffer.max_staleness",
         "searcher.max_response_seconds",
+        "trainer.max_reuse",
     ):
         if OmegaConf.select(cfg, key) is not None:
             _positive(cfg, key)
@@ -200,6 +201,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
     _check_rewards(cfg)
     _check_ranks(cfg, ranks)
     _check_data(cfg)
+    _check_bounds(cfg)
     _check_batches(cfg, ranks)
     check_engine(cfg.engine.name)
     _check_targets(cfg)
@@ -308,6 +310,15 @@ def _check_data(cfg: DictConfig) -> None:
         )
     if cfg.data is not None and not all(isinstance(path, str) for path in data_paths(cfg)):
         raise ValueError(f"data={cfg.data}: give a path, or a list of paths as data=[a,b]")
+
+
+def _check_bounds(cfg: DictConfig) -> None:
+    """Bounds that wait for new trajectories, where none would come."""
+    if cfg.trainer.max_reuse is not None and cfg.mode == "offline":
+        raise ValueError(
+            "trainer.max_reuse is for modes with searchers: in mode=offline nothing new arrives, "
+            "leave it out"
+        )
 
 
 def data_paths(cfg: DictConfig) -> list[str]:

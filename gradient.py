@@ -28,7 +28,7 @@ from model import (
     split,
 )
 from packing import bins, num_tokens
-from parallel import device_of, in_lockstep, reduce_gradients
+from parallel import device_of, in_lockstep, of_each_rank, reduce_gradients
 from trajectory import Batch, StepStats
 
 
@@ -292,14 +292,12 @@ def step_stats(
         device=device,
     ).reshape(-1, 3)
     if group is not None:
-        counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
-        counts[dist.get_rank(group)] = len(groups)
-        dist.all_reduce(counts, group=group)
-        padded = torch.zeros(int(counts.max()), 3, dtype=torch.float64, device=device)
+        counts = of_each_rank(len(groups), group, device)
+        padded = torch.zeros(max(counts), 3, dtype=torch.float64, device=device)
         padded[: len(groups)] = rows
         gathered = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(gathered, padded, group=group)
-        rows = torch.cat([x[:n] for x, n in zip(gathered, counts.tolist(), strict=True)])
+        rows = torch.cat([x[:n] for x, n in zip(gathered, counts, strict=True)])
     differs = rows[:, 1] > 0
     return StepStats(
         mean_rewards=rows[:, 0].float(),

@@ -204,6 +204,16 @@ def in_lockstep(
         yield (items[i] if i < len(items) else None), i == count - 1
 
 
+def of_each_rank(value: int, group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
+    """The values by rank of `group`, each of which must call it; None: this one's alone."""
+    if group is None:
+        return [value]
+    values = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    values[dist.get_rank(group)] = value
+    dist.all_reduce(values, group=group)
+    return values.tolist()
+
+
 def any_rank(value: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether it is true on some rank of `group`, each of which must call it; None: on this one."""
     if group is None:

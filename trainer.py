@@ -52,6 +52,7 @@ from parallel import (
     copy_into,
     device_of,
     is_sharded,
+    of_each_rank,
     sum_over_trainers,
     whole,
 )
@@ -108,6 +109,8 @@ class TrainerConfig:
     compile: bool = False  # torch.compile of the policy's layers; needs a C++ compiler
     lora: LoraConfig = field(default_factory=LoraConfig)
     publish_every: int = 1  # k: steps between two publications of the weights
+    # Draws after which a response is forgotten; the trainers then wait for new ones. null: none
+    max_reuse: int | None = None
     # Steps after which the reference becomes the current policy (the paper's TBA', rho); 0: never.
     # The trainers then hold the reference and compute its log-probs when they draw.
     reference_reset_every: int = 0
@@ -173,6 +176,9 @@ class Totals:
     tokens: float = 0.0  # response tokens, over all trainers
     staleness_sum: float = 0.0
     staleness_max: int = 0
+    uses_sum: int = 0  # of drawn responses, the times that each had been drawn before
+    short_fraction: float = 0.0  # of the last draw, see `note_shortage`
+    shortage_noted: float = -60.0  # time.monotonic() of the last warning
 
 
 @dataclass(slots=True, kw_only=True)
@@ -193,7 +199,10 @@ class Arrivals:
     idle: dict[int, float] = field(default_factory=dict)  # searcher rank -> idle fraction
     idle_s: dict[int, dict[str, float]] = field(default_factory=dict)
     logprob_gap: dict[int, float] = field(default_factory=dict)
+    # searcher rank -> seconds of its last update of the weights, see metrics.py
     load_s: dict[int, float] = field(default_factory=dict)
+    stall_s: dict[int, float] = field(default_factory=dict)
+    step_to_token_s: dict[int, float] = field(default_factory=dict)
     evaluations: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     # version -> name -> mean over the held-out problems
     held_out: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -213,12 +222,12 @@ def train(
     """Runs `cfg.steps` optimizer steps on what the searchers send.
 
     Args:
-        initial_trajectories: responses this trainer waits for before its first step.
+        initial_trajectories: responses that all trainers together wait for before the first step.
         lockstep: train only on the round that was generated under the current weights.
         probe_every: every n-th publication carries log-probs for the engines to compare with.
         rollouts_every: steps between two samples written for reading; 0: none.
     """
-    prompts_per_draw = cfg.batch_size // cfg.responses_per_prompt // parts.ranks.num_trainers
+    prompts_per_draw = cfg.batch_size // cfg.responses_per_prompt  # over all trainers
     publish(parts, 0, evaluate=evaluation.before, probe=True)
     fill(parts, prompts_per_draw, initial_trajectories, lockstep=lockstep)
     parts.clock.start()
@@ -280,8 +289,9 @@ def take_report(arrivals: Arrivals, source: int, values: Mapping[str, Any]) -> N
         arrivals.outcomes.update(values["outcomes"])
         arrivals.idle[source] = values["idle_fraction"]
         arrivals.idle_s[source] = values["idle_s"]
-    if "load_s" in values:
-        arrivals.load_s[source] = values["load_s"]
+    for name in ("load_s", "stall_s", "step_to_token_s"):
+        if name in values:
+            getattr(arrivals, name)[source] = values[name]
     if "logprob_gap" in values:
         arrivals.logprob_gap[source] = values["logprob_gap"]
 
@@ -350,7 +360,12 @@ def evaluate_policy(parts: TrainerParts, evaluator: Evaluator, version: int) -> 
 
 
 def fill(parts: TrainerParts, num_prompts: int, initial: int, *, lockstep: bool) -> None:
-    """Waits until the buffer can serve the first draw; engines are starting meanwhile."""
+    """Waits until the buffers can serve the first draw; engines are starting meanwhile.
+
+    Args:
+        num_prompts: of a draw, over all trainers.
+        initial: responses in all trainers' buffers, at least.
+    """
     if parts.channel is None:
         return
     if lockstep:
@@ -359,8 +374,16 @@ def fill(parts: TrainerParts, num_prompts: int, initial: int, *, lockstep: bool)
     parts.control.progress(
         "waiting for the first trajectories (engines start)", parts.control.startup_timeout_s
     )
-    while parts.arrivals.received < initial or not parts.buffer.ready(num_prompts):
+    while (
+        sum(of_all_trainers(parts, parts.arrivals.received)) < initial
+        or sum(of_all_trainers(parts, parts.buffer.num_drawable)) < num_prompts
+    ):
         receive(parts, timeout_s=0.5)
+
+
+def of_all_trainers(parts: TrainerParts, value: int) -> list[int]:
+    """The value of each trainer, by rank; all must call it."""
+    return of_each_rank(value, parts.group, device_of(parts.policy))
 
 
 def wait_for_round(parts: TrainerParts, *, version: int, limit_s: float | None = None) -> None:
@@ -375,22 +398,66 @@ def wait_for_round(parts: TrainerParts, *, version: int, limit_s: float | None =
 
 
 def draw(cfg: TrainerConfig, parts: TrainerParts, num_prompts: int, step: int) -> list[Group]:
-    """The step's groups; waits only while the buffer holds no group at all."""
-    parts.control.progress("waiting for trajectories: the buffer has no group to draw")
-    if parts.channel is not None:  # saved trajectories do not grow older
-        parts.buffer.expire(step)
-    with parts.clock.busy("draw"):
-        groups = parts.buffer.draw(
-            num_prompts, cfg.responses_per_prompt, recency_prob=parts.recency(step)
-        )
-    while not groups:
+    """This trainer's groups of the step: an even share of `num_prompts`, as far as they are there.
+
+    A trainer whose buffer has too few leaves the rest to the others (`shares`). Waits only while no
+    trainer has any group; with a bound on staleness or reuse, while all together have fewer than
+    `num_prompts`.
+    """
+    parts.control.progress("waiting for trajectories: the buffers have no groups to draw")
+    bounded = parts.buffer.max_staleness is not None or parts.buffer.max_uses is not None
+    while True:
+        if parts.channel is not None:  # saved trajectories do not grow older
+            parts.buffer.expire(step)
+        available = of_all_trainers(parts, parts.buffer.num_drawable)
+        if sum(available) >= (num_prompts if bounded else 1):
+            break
         with parts.clock.waiting("data"):
             receive(parts, timeout_s=0.5)
-        parts.buffer.expire(step)
-        groups = parts.buffer.draw(
-            num_prompts, cfg.responses_per_prompt, recency_prob=parts.recency(step)
+    counts = shares(num_prompts, available)
+    note_shortage(parts, counts, num_prompts)
+    count = counts[parts.ranks.rank]
+    with parts.clock.busy("draw"):
+        recency = parts.recency(step)
+        return (
+            parts.buffer.draw(count, cfg.responses_per_prompt, recency_prob=recency)
+            if count
+            else []
         )
-    return groups
+
+
+def shares(total: int, available: Sequence[int]) -> list[int]:
+    """How many of `total` prompts each trainer draws: as evenly as what they have allows.
+
+    >>> shares(8, [10, 10]), shares(8, [1, 10]), shares(8, [3, 1]), shares(8, [0, 5, 9])
+    ([4, 4], [1, 7], [3, 1], [0, 4, 4])
+    """
+    counts = [0] * len(available)
+    left = min(total, sum(available))
+    while left:
+        open_ranks = [rank for rank, count in enumerate(counts) if count < available[rank]]
+        even = max(left // len(open_ranks), 1)
+        for rank in open_ranks:
+            more = min(even, available[rank] - counts[rank], left)
+            counts[rank] += more
+            left -= more
+    return counts
+
+
+def note_shortage(parts: TrainerParts, counts: Sequence[int], num_prompts: int) -> None:
+    """Keeps for the metrics how uneven a draw is; trainer 0 says so, once a minute at most."""
+    short = {r: n for r, n in enumerate(counts) if n < num_prompts // len(counts)}
+    parts.totals.short_fraction = sum(num_prompts // len(counts) - n for n in short.values()) / (
+        num_prompts
+    )
+    now = time.monotonic()
+    if short and parts.ranks.rank == 0 and now - parts.totals.shortage_noted >= 60.0:
+        parts.totals.shortage_noted = now
+        logger.warning(
+            "too few trajectories for an even draw: of %d prompts %s",
+            num_prompts,
+            ", ".join(f"{parts.ranks.name(rank)} has {count}" for rank, count in short.items()),
+        )
 
 
 def reset_reference(parts: TrainerParts, *, version: int) -> None:
@@ -539,7 +606,7 @@ def publish(
     if parts.channel is None or (parts.publisher is None and not is_sharded(parts.policy)):
         return
     with parts.clock.busy("publish"):
-        meta: dict[str, Any] = {}
+        meta: dict[str, Any] = {"published_at": time.time()}
         if probe:
             with torch.no_grad(), uncompiled():
                 values = response_logprobs(
@@ -577,18 +644,25 @@ def report(
     if parts.channel is not None:  # versions of saved trajectories are those of another run
         staleness = np.array([step - t.version_start for t in drawn])
         totals.staleness_sum += float(staleness.sum())
-        totals.staleness_max = max(totals.staleness_max, int(staleness.max()))
+        totals.staleness_max = max(totals.staleness_max, int(staleness.max(initial=0)))
+    if parts.channel is not None and drawn:
         stale = {
             "staleness/mean": float(staleness.mean()),
             "staleness/p95": float(np.percentile(staleness, 95)),
             "staleness/max": float(staleness.max()),
         }
+        stale["staleness/versions_mean"] = float(
+            np.mean([t.version_end - t.version_start for t in drawn])
+        )
+    reuse = [uses for group in groups for uses in group.uses]
+    totals.uses_sum += sum(reuse)
     if parts.metrics is not None:
+        if drawn:
+            stale["reward/drawn_mean"] = float(np.mean([t.reward for t in drawn]))
+            stale["buffer/reuse_mean"] = float(np.mean(reuse))
         metrics = {
             **{name: value for name, value in values.items() if name != "tokens"},
-            "reward/drawn_mean": float(np.mean([t.reward for t in drawn])),
             **stale,
-            "buffer/reuse_mean": float(np.mean([uses for group in groups for uses in group.uses])),
             "time/step_s": step_s,
             **costs,
             **arrival_metrics(parts.arrivals),
@@ -630,8 +704,9 @@ def arrival_metrics(arrivals: Arrivals) -> dict[str, float]:
             metrics[f"time/searcher_waiting_{reason}_s"] = float(np.mean(waits))
     if arrivals.logprob_gap:
         metrics["policy/engine_logprob_gap"] = max(arrivals.logprob_gap.values())
-    if arrivals.load_s:
-        metrics["weights/load_s"] = max(arrivals.load_s.values())
+    for name in ("load_s", "stall_s", "step_to_token_s"):
+        if seconds := getattr(arrivals, name):
+            metrics[f"weights/{name}"] = max(seconds.values())
     return metrics
 
 
@@ -645,6 +720,8 @@ def state_metrics(parts: TrainerParts, *, version: int) -> dict[str, float]:
         "buffer/tokens": buffer.num_tokens,
         "buffer/duplicate_fraction": buffer.num_duplicates / max(buffer.num_received, 1),
         "buffer/expired": buffer.num_expired,
+        "buffer/used_up": buffer.num_used_up,
+        "buffer/short_fraction": totals.short_fraction,
         "buffer/received": arrivals.received,
         "buffer/drawn": totals.drawn,
         "time/trained_tokens_per_s": totals.tokens / elapsed,
@@ -707,6 +784,7 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
         "searcher_idle_fraction": float(np.mean(list(arrivals.idle.values()) or [0.0])),
         "staleness_mean": totals.staleness_sum / max(totals.drawn, 1) if online else None,
         "staleness_max": totals.staleness_max if online else None,
+        "reuse_mean": totals.uses_sum / max(totals.drawn, 1),
         "generated_tokens_per_s": rates["time/generated_tokens_per_s"],
         "trained_tokens_per_s": rates["time/trained_tokens_per_s"],
         **parts.accounting.summary(),

@@ -13,10 +13,19 @@ from tiny import perturb
 
 import trainer
 from buffer import Buffer, uniform
+from comm import Kind, Message, Ranks
 from model import Layout, load_policy, prepare_for_packing, response_logprobs
 from schedules import linear_at
-from trainer import TrainerConfig, TrainerParts, complete_reference, draw, reset_reference
-from trajectory import Trajectory
+from trainer import (
+    TrainerConfig,
+    TrainerParts,
+    complete_reference,
+    draw,
+    receive,
+    reset_reference,
+    shares,
+)
+from trajectory import Trajectory, pack
 
 TEMPERATURE = 0.7
 
@@ -28,7 +37,7 @@ def make_parts(path: str, *, recency=lambda step: 0.0, **buffer_options) -> Trai
     )
     options = dict(max_tokens=10_000, deduplicate=True, recency_prob=0.5, rule=uniform, seed=0)
     return TrainerParts(
-        ranks=None,
+        ranks=Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2, num_trainers=1),
         control=SimpleNamespace(progress=lambda *_: None),
         channel=SimpleNamespace(receive=lambda timeout_s: pytest.fail("waited for data")),
         policy=policy,
@@ -179,3 +188,58 @@ def test_what_is_too_stale_is_forgotten_before_the_draw(tiny_llama):
     groups = draw(TrainerConfig(responses_per_prompt=6), parts, 2, 6)
     assert {t.version_start for group in groups for t in group.trajectories} == {4}
     assert parts.buffer.num_expired == 6
+
+
+class Arriving:
+    """A channel on which one message comes each time it is asked with a time to wait."""
+
+    def __init__(self, *batches: list[Trajectory]) -> None:
+        self.left = list(batches)
+
+    def receive(self, *, timeout_s: float = 0.0) -> list[Message]:
+        assert timeout_s > 0 and self.left, "waited for more than is needed"
+        return [Message(1, Kind.TRAJECTORIES, pack(self.left.pop(0)))]
+
+
+def test_a_response_is_drawn_as_often_as_max_reuse_and_then_waited_for(tiny_llama):
+    parts = make_parts(tiny_llama, max_uses=2)
+    cfg = TrainerConfig(responses_per_prompt=3)
+    first, second = trajectories(), trajectories(seed=3)
+    parts.buffer.add(first)
+    for uses in (0, 1):
+        groups = draw(cfg, parts, 2, uses)
+        assert [group.uses for group in groups] == [[uses] * 3] * 2
+    assert parts.buffer.num_trajectories == 0 and parts.buffer.num_used_up == 6
+    # one prompt is not enough: bounds want whole draws, and the wait for them is accounted for
+    parts.channel = Arriving(second[:3], second[3:])
+    groups = draw(cfg, parts, 2, 2)
+    assert sorted(group.prompt_id for group in groups) == [0, 1]
+    assert not parts.channel.left and "data" in parts.clock.seconds()
+    assert parts.buffer.num_received == 12
+
+
+def test_without_bounds_a_draw_takes_what_there_is(tiny_llama):
+    parts = make_parts(tiny_llama)
+    parts.buffer.add(trajectories()[:3])
+    (group,) = draw(TrainerConfig(responses_per_prompt=3), parts, 2, 0)
+    assert group.prompt_id == 0 and "data" not in parts.clock.seconds()
+
+
+def test_a_group_that_comes_in_several_messages_is_drawn_whole(tiny_llama):
+    parts = make_parts(tiny_llama)
+    parts.channel = Arriving(*([t] for t in trajectories()))
+    for _ in range(6):
+        receive(parts, timeout_s=1.0)
+    groups = draw(TrainerConfig(responses_per_prompt=3), parts, 2, 0)
+    assert sorted(len(group.trajectories) for group in groups) == [3, 3]
+
+
+@pytest.mark.parametrize("total", [1, 2, 7, 12])
+@pytest.mark.parametrize("available", [[5], [9, 9], [0, 0], [0, 3], [1, 20], [2, 0, 7, 1], [1] * 9])
+def test_shares_are_as_even_as_the_buffers_allow(total, available):
+    counts = shares(total, available)
+    assert sum(counts) == min(total, sum(available))
+    assert all(0 <= count <= limit for count, limit in zip(counts, available, strict=True))
+    # nobody who could take more has two less than another
+    for count, limit in zip(counts, available, strict=True):
+        assert count == limit or count >= max(counts) - 1
