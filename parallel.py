@@ -228,7 +228,7 @@ def sum_over_trainers(
 ) -> dict[str, float]:
     """Adds up the trainers' gradients (in place) and metrics; every trainer must call it.
 
-    Gradients of sharded parameters are added up already.
+    Gradients of sharded parameters are added up already. A metric that a trainer lacks counts as 0.
     """
     if group is None:
         return sums
@@ -241,11 +241,26 @@ def sum_over_trainers(
         dist.all_reduce(flat, group=group)
         for grad, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             grad.copy_(total.view_as(grad))
-    names = sorted(sums)
     device = parameters[0].device
-    values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device)
+    names = _names_of_all(sorted(sums), group, device)
+    values = torch.tensor([sums.get(n, 0.0) for n in names], dtype=torch.float64, device=device)
     dist.all_reduce(values, group=group)
     return dict(zip(names, values.tolist(), strict=True))
+
+
+def _names_of_all(names: list[str], group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """The names of what is added up: a rank that had nothing to compute has none of its own."""
+    counts = of_each_rank(len(names), group, device)
+    if min(counts) == max(counts):
+        return names
+    source = counts.index(max(counts))
+    text = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor(len(text), device=device)
+    dist.broadcast(size, group_src=source, group=group)
+    if dist.get_rank(group) != source:
+        text = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(text, group_src=source, group=group)
+    return bytes(text.tolist()).decode().split("\n")
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from test_gradient import LESS_THAN_A_GROUP, LONGEST, SHARED, TEMPERATURE, make_groups, make_head
-from test_trainer import make_parts
+from test_trainer import make_parts, trajectories
 
 from checkpoint import save_policy, whole_state
+from comm import Kind, Message, Ranks
 from gradient import accumulate_gradient, step_stats
 from losses import rloo, tb_learned_z, tb_vargrad
 from model import (
@@ -38,7 +39,8 @@ from parallel import (
     sum_over_trainers,
     whole,
 )
-from trainer import LRConfig, TrainerConfig, update_policy
+from trainer import LRConfig, TrainerConfig, draw, update_policy
+from trajectory import Trajectory, pack
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -89,6 +91,7 @@ def run_steps(
     packed: bool = True,
     checkpointing: bool = False,
     compiled: bool = False,
+    shares: list[list[int]] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Optimizer steps of this rank's share of fixed groups: what they report, and the weights."""
@@ -123,7 +126,7 @@ def run_steps(
     reported = []
     for step in range(steps):
         groups = make_groups(seed=step)
-        mine = [groups[i] for i in SHARES[world_size][rank]]
+        mine = [groups[i] for i in (shares or SHARES[world_size])[rank]]
         reported.append(update_policy(cfg, parts, mine, step))
     weights = [full(p).flatten() for p in policy.parameters()]
     return {
@@ -163,6 +166,55 @@ def test_two_trainers_take_the_steps_of_one(
     path = tiny_models[model]
     results = run_ranks(run_steps_on_ranks, 2, path, kind, {})
     assert_same_run(results, one_rank(path), TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["replicate", "shard"])
+def test_a_trainer_without_any_group_takes_part(tiny_llama: str, kind: str) -> None:
+    """As when nothing has arrived for one trainer: the others draw in its place."""
+    options = {"shares": [[], [0, 1, 2, 3, 4]]}
+    results = run_ranks(run_steps_on_ranks, 2, tiny_llama, kind, options)
+    assert_same_run(results, one_rank(tiny_llama), TOLERANCE)
+
+
+def draw_on_ranks(rank: int, world_size: int, path: str) -> list[Any]:
+    """Rank 0 has one prompt to draw from, rank 1 six; then a bound, and rank 1 gets its late."""
+    cfg = TrainerConfig(responses_per_prompt=3)
+    drawn: list[Any] = []
+    for bound in (None, 1):
+        parts = make_parts(path, max_uses=bound)
+        parts.group, parts.metrics = dist.group.WORLD, None
+        parts.ranks = Ranks(
+            rank=rank, world_size=3, local_rank=rank, local_world_size=3, num_trainers=2
+        )
+        late = [[t for t in make_trajectories(range(4 + rank))]]
+        parts.channel = SimpleNamespace(
+            receive=lambda timeout_s, late=late: [
+                Message(2, Kind.TRAJECTORIES, pack(late.pop()))
+            ]
+            if late
+            else []
+        )
+        parts.buffer.add(make_trajectories(range(1 + (5 * rank if bound is None else 0))))
+        groups = draw(cfg, parts, 8, 0)
+        drawn.append((len(groups), parts.totals.short_fraction, "data" in parts.clock.seconds()))
+    return drawn
+
+
+def make_trajectories(prompt_ids: range) -> list[Trajectory]:
+    made = []
+    for prompt_id in prompt_ids:
+        for t in trajectories(seed=prompt_id)[:3]:
+            t.prompt_id = prompt_id
+            made.append(t)
+    return made
+
+
+def test_uneven_arrival_balances_the_draw_and_bounds_wait_together(tiny_llama: str) -> None:
+    first, second = run_ranks(draw_on_ranks, 2, tiny_llama)
+    # 7 of 8 prompts: no waiting without a bound, and trainer 0 is reported short of 3 of 4
+    assert [rank[0] for rank in (first, second)] == [(1, 3 / 8, False), (6, 3 / 8, False)]
+    # 2 of 8 at first: both wait, till there are 4 and 5
+    assert [rank[1] for rank in (first, second)] == [(4, 0.0, True), (4, 0.0, True)]
 
 
 def run_steps_on_ranks(
