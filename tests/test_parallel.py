@@ -188,11 +188,9 @@ def draw_on_ranks(rank: int, world_size: int, path: str) -> list[Any]:
         )
         late = [[t for t in make_trajectories(range(4 + rank))]]
         parts.channel = SimpleNamespace(
-            receive=lambda timeout_s, late=late: [
-                Message(2, Kind.TRAJECTORIES, pack(late.pop()))
-            ]
-            if late
-            else []
+            receive=lambda timeout_s, late=late: (
+                [Message(2, Kind.TRAJECTORIES, pack(late.pop()))] if late else []
+            )
         )
         parts.buffer.add(make_trajectories(range(1 + (5 * rank if bound is None else 0))))
         groups = draw(cfg, parts, 8, 0)

@@ -5,6 +5,8 @@ Engines take tens of seconds to start, so tests share them; each test publishes 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -33,7 +35,6 @@ from engine import (
     engine_port,
 )
 from model import load_policy, response_logprobs
-from searcher import SearcherConfig, old_logprobs
 from weights import Publisher, WeightUpdate, _alive
 
 pytestmark = [
@@ -59,7 +60,12 @@ def make_prompts() -> list[np.ndarray]:
 
 
 def start_engine(
-    path: str, kind: type[VLLMEngine] | type[HFEngine], *, seed: int, dtype: torch.dtype
+    path: str,
+    kind: type[VLLMEngine] | type[HFEngine],
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    policy_temperature: float | None = None,
 ) -> VLLMEngine | HFEngine:
     cores = sorted(os.sched_getaffinity(0))
     options = EngineOptions(
@@ -72,6 +78,7 @@ def start_engine(
         seed=seed,
         cores=[cores[seed % len(cores)]],
         port=engine_port(next(_engine_count), str(os.getpid())),
+        policy_temperature=policy_temperature,
     )
     return kind(EngineConfig(max_num_seqs=32, kv_cache_gb=0.25), options)
 
@@ -83,13 +90,21 @@ class Rig:
     path: str
     dtype: torch.dtype  # of the engines
     kinds: tuple[type, ...] = (VLLMEngine, HFEngine)
+    policy_temperature: float | None = None
     version: int = -1
     engines: list[VLLMEngine | HFEngine] = field(default_factory=list)
 
     def start(self) -> None:
         self.policy = load_policy(self.path, device=CPU, dtype=torch.float32)
         self.engines = [
-            start_engine(self.path, kind, seed=1, dtype=self.dtype) for kind in self.kinds
+            start_engine(
+                self.path,
+                kind,
+                seed=1,
+                dtype=self.dtype,
+                policy_temperature=self.policy_temperature,
+            )
+            for kind in self.kinds
         ]
         self.first = samples(self.engines[0])
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -203,7 +218,8 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         tied=request.param == "tied",
         max_length=MAX_LENGTH,
     )
-    yield from run_rig(Rig(path, torch.float32))
+    temperature = {"tied": 0.7, "untied": 1.0}[request.param]
+    yield from run_rig(Rig(path, torch.float32, policy_temperature=temperature))
 
 
 def check(rig: Rig, when: str) -> None:
@@ -281,18 +297,17 @@ def test_top_p_logprobs_are_those_of_the_nucleus(rig: Rig) -> None:
             assert c.logprobs[0] == pytest.approx(float(want[int(c.tokens[0])]), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("training_temperature", [0.7, 1.0])
-def test_explored_tokens_have_both_logprobs(rig: Rig, training_temperature: float) -> None:
+def test_explored_tokens_have_both_logprobs(rig: Rig) -> None:
     """Of what was sampled, and of the policy at the training temperature without top-p."""
-    cfg = SearcherConfig(temperature=training_temperature)
+    training_temperature = rig.policy_temperature
     sampling = Sampling(n=4, temperature=0.8, top_p=0.9, max_tokens=12)
+    plain = Sampling(n=4, temperature=training_temperature, max_tokens=12)
     for engine in rig.engines:
         groups = engine.generate(make_prompts(), sampling)
         flat = [(p, c) for p, group in zip(make_prompts(), groups, strict=True) for c in group]
-        prompts, completions = [p for p, _ in flat], [c for _, c in flat]
-        old = old_logprobs(cfg, engine, prompts, completions, sampling)
         gaps_sampled, gaps_old, apart = [], [], []
-        for prompt, completion, values in zip(prompts, completions, old, strict=True):
+        for prompt, completion in flat:
+            values = completion.old_logprobs
             tokens = torch.tensor([*prompt.tolist(), *completion.tokens.tolist()])
             with torch.no_grad():
                 logits = rig.policy(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1]
@@ -313,18 +328,10 @@ def test_explored_tokens_have_both_logprobs(rig: Rig, training_temperature: floa
         )
         assert max(gaps_sampled) < SCORE_TOLERANCE and max(gaps_old) < SCORE_TOLERANCE
         assert max(apart) > 0.05, "the two distributions are too near to tell"
+        for group in engine.generate(make_prompts(), plain):
+            assert all(c.old_logprobs is None for c in group)  # one distribution
         # nothing of it stays in the engine
-        check(rig, f"after scores at {training_temperature}")
-
-
-def test_unexplored_tokens_are_not_scored_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = SearcherConfig(temperature=SAMPLING.temperature)
-    for engine in rig.engines:
-        groups = engine.generate(make_prompts(), SAMPLING)
-        monkeypatch.setattr(engine, "score_responses", None)  # a call of it would raise
-        for prompt, group in zip(make_prompts(), groups, strict=True):
-            old = old_logprobs(cfg, engine, [prompt] * len(group), group, SAMPLING)
-            assert all(o is c.logprobs for o, c in zip(old, group, strict=True))
+        check(rig, "after exploring")
 
 
 def test_a_score_that_fails_leaves_the_engine_as_it_was(
@@ -336,8 +343,9 @@ def test_a_score_that_fails_leaves_the_engine_as_it_was(
         raise RuntimeError("interrupted")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="interrupted"):
-        patch.setattr(vllm, "_run", fail)
-        vllm.score_responses(make_prompts(), make_prompts(), temperature=0.5)
+        patch.setattr(vllm, "_wait_for", fail)
+        vllm.score_responses(make_prompts(), [make_prompts()[0]] * 4, temperature=0.5)
+    vllm.drop()
     check(rig, "after a score that failed")
 
 
@@ -372,6 +380,135 @@ def test_without_the_reset_the_prefix_cache_would_be_stale(rig: Rig) -> None:
 def test_update_without_news_is_none(rig: Rig) -> None:
     rig.update()
     assert [engine.update() for engine in rig.engines] == [None, None]
+
+
+# --------------------------------------------------------------------------- in flight
+
+LONG = Sampling(n=4, temperature=1.5, max_tokens=60)
+
+
+def frozen(policy: torch.nn.Module) -> torch.nn.Module:
+    return copy.deepcopy(policy).requires_grad_(False)
+
+
+def logprobs_of(policy: torch.nn.Module, prompt: np.ndarray, c: Completion) -> np.ndarray:
+    """Under one version of the policy, float32 [T]."""
+    with torch.no_grad():
+        return response_logprobs(policy, [prompt], [c.tokens], temperature=1.5).numpy()
+
+
+def generate_across_updates(rig: Rig, updates: int) -> tuple[list, dict[int, torch.nn.Module]]:
+    """(prompt, completion) pairs during whose generation the weights changed, and all policies."""
+    engine = rig.engines[0]
+    rig.update()
+    policies = {rig.version: frozen(rig.policy)}
+    for key, prompt in enumerate(make_prompts()):
+        engine.add(key, prompt, LONG)
+    finished = {}
+    for _ in range(updates):
+        for _ in range(8):
+            finished.update(engine.step())
+        rig.move()
+        rig.publish()
+        policies[rig.version] = frozen(rig.policy)
+        deadline = time.monotonic() + 30
+        while (update := engine.update()) is None:  # generation goes on meanwhile
+            finished.update(engine.step())
+            assert time.monotonic() < deadline
+        assert update.version == rig.version and update.stall_s >= update.load_s > 0
+    while len(finished) < len(PROMPT_LENGTHS):
+        finished.update(engine.step())
+    rig.engines[1].update(wait_for=rig.version, timeout_s=60)
+    pairs = [(p, c) for key, p in enumerate(make_prompts()) for c in finished[key]]
+    assert [len(finished[key]) for key in range(len(PROMPT_LENGTHS))] == [LONG.n] * 4
+    return pairs, policies
+
+
+def test_every_tokens_logprob_is_that_of_its_version(rig: Rig) -> None:
+    """Across three updates in the middle of the responses: old and new keys never mix."""
+    pairs, policies = generate_across_updates(rig, updates=3)
+    spans, gap, wrong = 0, 0.0, 0.0
+    for prompt, c in pairs:
+        want = {version: logprobs_of(policies[version], prompt, c) for version, _ in c.versions}
+        ends = [start for _, start in c.versions[1:]] + [len(c.tokens)]
+        assert c.versions[0][1] == 0 and sorted(c.versions) == list(c.versions)
+        spans = max(spans, len(c.versions))
+        for (version, start), end in zip(c.versions, ends, strict=True):
+            assert start < end
+            gap = max(gap, np.abs(c.logprobs[start:end] - want[version][start:end]).max())
+            if version != c.versions[0][0]:  # the control: another version's would be seen
+                first = want[c.versions[0][0]][start:end]
+                wrong = max(wrong, np.abs(c.logprobs[start:end] - first).max())
+    print(f"up to {spans} versions in one response: largest gap {gap:.1e}, to another {wrong:.2f}")
+    assert spans >= 3 and gap < TOLERANCE < 100 * TOLERANCE < wrong
+    check(rig, "after updates in flight")
+
+
+def test_kept_keys_are_a_mixture_but_new_prompts_see_none(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`engine.kv_after_update=keep`: what is under way goes on with old keys, nothing else does."""
+    engine = rig.engines[0]
+    monkeypatch.setattr(engine, "_recompute", False)
+    engine.generate(make_prompts(), SAMPLING)  # prompts are cached, under this version's salt
+    pairs, policies = generate_across_updates(rig, updates=1)
+    (first, second) = sorted(policies)
+    before = after = 0.0
+    for prompt, c in pairs:
+        start = dict(c.versions).get(second, len(c.tokens))
+        gaps = np.abs(c.logprobs - logprobs_of(policies[first], prompt, c))[:start]
+        before = max(before, gaps.max(initial=0.0))
+        gaps = np.abs(c.logprobs - logprobs_of(policies[second], prompt, c))[start:]
+        after = max(after, gaps.max(initial=0.0))
+    print(f"kept keys: largest gap {before:.1e} before the update, {after:.2f} after")
+    assert before < TOLERANCE and after > 100 * TOLERANCE
+    check(rig, "after kept keys")  # the same prompts: what is cached of them is the old weights'
+
+
+def test_evaluation_and_a_score_go_on_beside_generation(rig: Rig) -> None:
+    engine = rig.engines[0]
+    for key, prompt in enumerate(make_prompts()):
+        engine.add(key, prompt, LONG)
+    engine.step()
+    check(rig, "beside others")
+    left = {0, 1, 2, 3}
+    while left:
+        for key, group in engine.step():
+            left.remove(key)
+            assert len(group) == LONG.n
+    assert engine.step() == []
+
+
+def test_what_is_dropped_is_gone(rig: Rig) -> None:
+    engine = rig.engines[0]
+    for key, prompt in enumerate(make_prompts()):
+        engine.add(key, prompt, LONG)
+    engine.step()
+    engine.drop()
+    assert engine.step() == []
+    check(rig, "after dropping")
+
+
+def test_a_straggler_is_cut_at_what_it_has(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM by the clock of `step`, transformers within its batch; the tokens so far count."""
+    monkeypatch.setattr("engine._STRAGGLER_PERIOD_S", 0.0)
+    (prompt,) = tiny.random_tokens(np.random.default_rng(5), [6])
+    for engine in rig.engines:
+        engine.add(0, prompt, dataclasses.replace(LONG, n=16, max_tokens=450, max_seconds=0.02))
+        engine.add(1, prompt, dataclasses.replace(LONG, max_tokens=5))
+        finished: dict[int, list[Completion]] = {}
+        start = time.monotonic()
+        while len(finished) < 2:
+            finished.update(engine.step())
+        assert time.monotonic() - start < 20
+        assert not any(c.timed_out for c in finished[1])
+        cut = [c for c in finished[0] if c.timed_out]
+        assert cut and all(c.truncated and 0 < len(c.tokens) < 450 for c in cut)
+        for c in cut:
+            assert len(c.logprobs) == len(c.tokens)
+            gap = np.abs(c.logprobs - logprobs_of(frozen(rig.policy), prompt, c)).max()
+            assert gap < TOLERANCE
+        assert engine.step() == []
 
 
 # --------------------------------------------------------------------------- other engines

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +25,18 @@ from model import (
     response_logprobs,
 )
 from rewards import LocalScorer, RewardConfig, RewardWorkers, Scored
-from searcher import ExploreConfig, SearcherConfig, SearcherParts, explored, score, search
+from searcher import (
+    ExploreConfig,
+    Group,
+    Groups,
+    SearcherConfig,
+    SearcherParts,
+    explored,
+    generate,
+    score,
+    search,
+    ship,
+)
 from trajectory import Trajectory, check, unpack
 from weights import WeightUpdate
 
@@ -132,34 +145,64 @@ class Channel:
 
 @dataclass
 class RecordingEngine:
-    """Every prompt gets the same responses; version i is followed by i + 1, up to the last."""
+    """Every prompt gets the same responses; version i is followed by i + 1, up to the last.
+
+    A group takes as many steps as `steps_of` says; `calls` tells in which order things were asked.
+    """
 
     last: int = 0
     version: int = -1
+    steps_of: Any = lambda key: 1
+    policy_temperature: float = 0.7
+    between_updates: int = 1  # steps after which the next version has come
     calls: list[Any] = field(default_factory=list)
+    left: dict[int, int] = field(default_factory=dict)  # key -> steps until it is complete
+    begun: dict[int, tuple[Sampling, int]] = field(default_factory=dict)
+    since_update: int = 0
 
-    def generate(self, prompts: list[np.ndarray], sampling: Sampling) -> list[list[Completion]]:
+    def add(self, key: int, prompt: np.ndarray, sampling: Sampling) -> None:
         self.calls.append(sampling)
+        self.left[key] = self.steps_of(key)
+        self.begun[key] = (sampling, self.version)
+
+    def step(self) -> list[tuple[int, list[Completion]]]:
+        self.since_update += 1
+        self.calls.append(("step", len(self.left)))
+        for key in self.left:
+            self.left[key] -= 1
+        done = [key for key, left in self.left.items() if left == 0]
+        for key in done:
+            del self.left[key]
+        return [(key, self.completions(key)) for key in done]
+
+    def completions(self, key: int) -> list[Completion]:
+        sampling, version = self.begun[key]
+        explored = sampling.temperature != self.policy_temperature or sampling.top_p != 1.0
+        spans = [(version, 0)] + ([(self.version, 1)] if self.version != version else [])
         return [
-            [
-                Completion(
-                    tokens=np.array([3 + i % 2, tiny.EOS], dtype=np.int32),
-                    logprobs=np.array([-1.0 - i % 2, -0.5], dtype=np.float32),
-                    truncated=False,
-                )
-                for i in range(sampling.n)
-            ]
-            for _ in prompts
+            Completion(
+                tokens=np.array([3 + i % 2, tiny.EOS], dtype=np.int32),
+                logprobs=np.array([-1.0 - i % 2, -0.5], dtype=np.float32),
+                old_logprobs=np.full(2, -3.0, np.float32) if explored else None,
+                versions=spans,
+                truncated=False,
+            )
+            for i in range(sampling.n)
         ]
 
-    def score_responses(
-        self, prompts: list[np.ndarray], responses: list[np.ndarray], *, temperature: float
-    ) -> list[np.ndarray]:
-        self.calls.append((len(prompts), temperature, self.version))
-        return [np.full(len(r), -float(r[0]), dtype=np.float32) for r in responses]
+    def has_update(self) -> bool:
+        return self.since_update >= self.between_updates
 
-    def update(self, *, wait_for: int | None, timeout_s: float) -> WeightUpdate:
+    def drop(self) -> None:
+        self.calls.append(("drop", len(self.left)))
+        self.left.clear()
+
+    def update(self, *, wait_for: int | None, timeout_s: float) -> WeightUpdate | None:
+        if wait_for is None and not self.has_update():
+            return None
+        self.since_update = 0
         self.version += 1
+        self.calls.append(("update", self.version, len(self.left)))
         final = self.version == self.last
         return WeightUpdate(version=self.version, evaluate=False, final=final, meta={}, load_s=0.0)
 
@@ -202,48 +245,155 @@ def run_search(path: str, *, rank: int = 1, seed: int = 3) -> RecordingEngine:
     engine = RecordingEngine(last=40)
     parts = make_parts(path, engine, ranks=ranks, seed=seed, reference=None)
     cfg = SearcherConfig(responses_per_prompt=4, temperature=0.7, explore=PAPER)
-    search(cfg, parts, prompts_in_flight=2, lockstep=False)
+    search(cfg, parts, prompts_in_flight=2)
     return engine
 
 
 def test_the_loop_explores_by_seed_and_searcher(tiny_llama: str) -> None:
     calls = run_search(tiny_llama).calls
     samplings = [call for call in calls if isinstance(call, Sampling)]
-    assert len(samplings) == 40 and all(s.n == 4 and s.max_tokens == 8 for s in samplings)
-    assert 10 < len(set(samplings)) < 40, "explored and plain generations must both be seen"
+    assert len(samplings) == 80 and all(s.n == 4 and s.max_tokens == 8 for s in samplings)
+    assert 20 < len(set(samplings)) < 80, "explored and plain prompts must both be seen"
     assert run_search(tiny_llama).calls == calls
     assert run_search(tiny_llama, rank=2).calls != calls
     assert run_search(tiny_llama, seed=4).calls != calls
 
 
-def test_explored_responses_are_scored_before_the_weights_change(tiny_llama: str) -> None:
-    """And plain ones are not scored at all."""
-    calls = run_search(tiny_llama).calls
-    version = -1
-    for call, following in zip(calls, [*calls[1:], None], strict=True):
-        if isinstance(call, Sampling):
-            version += 1
-            plain = call.temperature == 0.7 and call.top_p == 1.0
-            assert isinstance(following, tuple) != plain
-        else:
-            # two prompts of two different responses each: repeated ones are scored once
-            assert call == (4, 0.7, version)
+def shipped(parts: SearcherParts) -> list[Trajectory]:
+    messages = [m for _, kind, m in parts.channel.sent if kind is Kind.TRAJECTORIES]
+    return [t for message in messages for t in unpack(message)]
 
 
-def test_shipped_trajectories_carry_the_scores(tiny_llama: str) -> None:
+def reports(parts: SearcherParts, name: str) -> list[Any]:
+    values = [m for _, kind, m in parts.channel.sent if kind is Kind.REPORT]
+    return [v[name] for v in values if name in v]
+
+
+def test_shipped_trajectories_carry_both_logprobs(tiny_llama: str) -> None:
     engine = RecordingEngine(last=1)
     parts = make_parts(tiny_llama, engine, reference=None)
     cfg = SearcherConfig(
         responses_per_prompt=4, temperature=0.7, explore=ExploreConfig(temperature_prob=1.0)
     )
-    search(cfg, parts, prompts_in_flight=2, lockstep=False)
-    (message,) = [m for _, kind, m in parts.channel.sent if kind is Kind.TRAJECTORIES]
-    trajectories = unpack(message)
+    search(cfg, parts, prompts_in_flight=2)
+    trajectories = shipped(parts)
     assert len(trajectories) == 8
     for t in trajectories:
-        assert t.old_logprobs.tolist() == [-float(t.response_tokens[0])] * 2
+        assert t.old_logprobs.tolist() == [-3.0] * 2
         assert t.behavior_logprobs[1] == -0.5
         assert t.reference_version == -1 and np.isnan(t.reference_logprobs).all()
+
+
+# --------------------------------------------------------------------------- never waiting
+
+
+def test_a_long_group_holds_back_no_other(tiny_llama: str) -> None:
+    """The first prompt takes 30 steps, others one: the engine stays full, others are shipped."""
+    engine = RecordingEngine(last=2, steps_of=lambda key: 1 if key else 30, between_updates=20)
+    parts = make_parts(tiny_llama, engine, reference=None)
+    cfg = SearcherConfig(responses_per_prompt=2, temperature=0.7, score_every_s=0.0)
+    search(cfg, parts, prompts_in_flight=3)
+    full = [under_way for _, under_way in events(engine, "step")]
+    assert full == [3] * 40
+    long = [t for t in shipped(parts) if t.version_start != t.version_end]
+    assert len(shipped(parts)) == 2 * (30 * 2 + 1 + 10 * 3)  # the finished ones, all of them
+    # the long one saw the update at step 20 and says which token is whose
+    assert [t.versions.tolist() for t in long] == [[0, 1]] * 2
+    assert ("update", 1, 1) in engine.calls  # with a group in flight
+
+
+def events(engine: RecordingEngine, name: str) -> list[tuple]:
+    return [call for call in engine.calls if isinstance(call, tuple) and call[0] == name]
+
+
+def test_between_lets_what_is_under_way_end_first(tiny_llama: str) -> None:
+    engine = RecordingEngine(last=2, steps_of=lambda key: 1 + key % 5, between_updates=7)
+    parts = make_parts(tiny_llama, engine, reference=None)
+    cfg = SearcherConfig(responses_per_prompt=2, temperature=0.7, score_every_s=0.0)
+    search(cfg, parts, prompts_in_flight=3, between=True)
+    assert events(engine, "update") == [("update", version, 0) for version in range(3)]
+    assert all(t.version_start == t.version_end for t in shipped(parts))
+    assert min(under_way for _, under_way in events(engine, "step")) < 3  # the price: it drains
+
+
+def test_lockstep_ships_one_round_a_version_and_says_so_at_its_end(tiny_llama: str) -> None:
+    engine = RecordingEngine(last=3, steps_of=lambda key: 1 + key % 3)
+    parts = make_parts(tiny_llama, engine, reference=None)
+    cfg = SearcherConfig(responses_per_prompt=2, temperature=0.7, score_every_s=0.0)
+    search(cfg, parts, prompts_in_flight=4, lockstep=True)
+    assert reports(parts, "round") == [0, 1, 2]
+    assert reports(parts, "generated") == [8, 8, 8]
+    assert [t.version_start for t in shipped(parts)] == [0] * 8 + [1] * 8 + [2] * 8
+
+
+def test_the_end_drops_what_is_in_flight_and_ships_what_is_finished(tiny_llama: str) -> None:
+    engine = RecordingEngine(last=1, steps_of=lambda key: 1 if key < 2 else 100, between_updates=5)
+    parts = make_parts(tiny_llama, engine, reference=None)
+    cfg = SearcherConfig(responses_per_prompt=2, temperature=0.7, score_every_s=3600.0)
+    search(cfg, parts, prompts_in_flight=3)
+    assert engine.calls[-1] == ("drop", 3)
+    assert len(shipped(parts)) == 4  # though no more came to be scored with them
+
+
+class Reluctant:
+    """A scorer whose first job gets its rewards when the last is handed over."""
+
+    facts = ()
+
+    def __init__(self, jobs: int) -> None:
+        self.jobs, self.submitted = jobs, []
+
+    def submit(self, problems: Any, responses: list[str], **facts: Any) -> Future:
+        future: Future = Future()
+        self.submitted.append((future, len(responses)))
+        ready = self.submitted[1:] if len(self.submitted) < self.jobs else self.submitted
+        for waiting, count in ready:
+            if not waiting.done():
+                waiting.set_result([Scored(parts={"value": float(id(waiting))})] * count)
+        return future
+
+    def collect(self, scores: Future, *, on_progress: Any) -> list[Scored]:
+        return scores.result(timeout=5)
+
+
+def test_a_slow_reward_delays_neither_generation_nor_other_rewards(tiny_llama: str) -> None:
+    engine = RecordingEngine(last=1, between_updates=6)
+    scorer = Reluctant(jobs=6)
+    parts = make_parts(tiny_llama, engine, reference=None, scorer=scorer)
+    cfg = SearcherConfig(responses_per_prompt=2, temperature=0.7, score_every_s=0.0)
+    search(cfg, parts, prompts_in_flight=1)
+    rewards = [t.reward for t in shipped(parts)]
+    order = [float(id(future)) for future, _ in scorer.submitted]
+    assert rewards == [r for r in [*order[1:5], order[0], order[5]] for _ in range(2)]
+    assert parts.clock.seconds().get("rewards", 0.0) < 1.0
+
+
+def test_groups_are_scored_together_when_they_fill_a_micro_batch(tiny_llama: str) -> None:
+    engine = RecordingEngine(last=1, between_updates=8)
+    parts = make_parts(tiny_llama, engine, reference=None)
+    cfg = SearcherConfig(
+        responses_per_prompt=2,
+        temperature=0.7,
+        score_every_s=3600.0,
+        reference_tokens_per_micro_batch=16,  # four groups of two responses of two tokens
+    )
+    search(cfg, parts, prompts_in_flight=1)
+    assert reports(parts, "generated") == [8, 8]
+
+
+def test_seconds_from_step_to_first_token_are_reported_once(tiny_llama: str) -> None:
+    class Dated(RecordingEngine):
+        def update(self, **options: Any) -> WeightUpdate | None:
+            update = super().update(**options)
+            if update is not None:
+                update.meta["published_at"] = time.time() - 100.0
+            return update
+
+    parts = make_parts(tiny_llama, Dated(last=2, between_updates=3), reference=None)
+    cfg = SearcherConfig(responses_per_prompt=2, temperature=0.7)
+    search(cfg, parts, prompts_in_flight=1)
+    seconds = reports(parts, "step_to_token_s")
+    assert len(seconds) == 2 and all(100 < s < 110 for s in seconds)
 
 
 # --------------------------------------------------------------------------- rewards
@@ -255,7 +405,7 @@ def test_a_reward_that_fails_costs_its_response_and_is_counted(tiny_llama: str) 
     node = {"_target_": "reward_tasks.LeavesAtZero"}
     scorer = RewardWorkers(node, RewardConfig(num_workers=1, penalty=-2.0))
     parts = make_parts(tiny_llama, engine, reference=None, scorer=scorer)
-    search(SearcherConfig(responses_per_prompt=4), parts, prompts_in_flight=2, lockstep=False)
+    search(SearcherConfig(responses_per_prompt=4), parts, prompts_in_flight=2, lockstep=True)
     scorer.close()
     messages = [unpack(m) for _, kind, m in parts.channel.sent if kind is Kind.TRAJECTORIES]
     assert len(messages) == 2
@@ -264,45 +414,65 @@ def test_a_reward_that_fails_costs_its_response_and_is_counted(tiny_llama: str) 
             fails = t.response_tokens[0] == 3
             assert t.reward_parts == ({"penalty": -2.0} if fails else {"value": 1.0})
             assert t.reward == (-2.0 if fails else 1.0)
-    reports = [m for _, kind, m in parts.channel.sent if kind is Kind.REPORT]
-    assert [r["outcomes"] for r in reports if "outcomes" in r] == [{"ok": 4, "crash": 4}] * 2
+    assert reports(parts, "outcomes") == [{"ok": 4, "crash": 4}] * 2
 
 
 class Recorder:
-    """A scorer that keeps what it is given."""
+    """A scorer that keeps what it is given, and when: before or after the reference's log-probs."""
 
-    def __init__(self, engine: RecordingEngine, *facts: str) -> None:
-        self.facts, self.engine = facts, engine
+    def __init__(self, *facts: str) -> None:
+        self.facts = facts
         self.given: list[Any] = []
+        self.passes = 0  # forward passes of the reference so far
 
-    def submit(self, problems: Any, responses: list[str], **facts: Any) -> Any:
-        self.given.append((list(responses), facts, len(self.engine.calls)))
-        return [Scored(parts={"value": 1.0}) for _ in responses]
+    def submit(self, problems: Any, responses: list[str], **facts: Any) -> Future:
+        self.given.append((list(responses), facts, self.passes))
+        future: Future = Future()
+        future.set_result([Scored(parts={"value": 1.0}) for _ in responses])
+        return future
 
-    def collect(self, scores: Any, *, on_progress: Any) -> Any:
-        return scores
+    def collect(self, scores: Future, *, on_progress: Any) -> list[Scored]:
+        return scores.result()
 
 
 def test_workers_score_while_logprobs_are_computed_unless_they_need_them(tiny_llama: str) -> None:
-    sampling = Sampling(n=2, temperature=0.9, max_tokens=8)  # the engine computes log-probs too
+    sampling = Sampling(n=2, temperature=0.7, max_tokens=8)
     for facts in ((), ("reference_logprob",)):
-        engine = RecordingEngine()
-        scorer = Recorder(engine, *facts)
+        engine, scorer = RecordingEngine(), Recorder(*facts)
         parts = make_parts(tiny_llama, engine, scorer=scorer)
-        groups = engine.generate([parts.prompt_tokens[0]], sampling)
-        (first, second), _ = score(SearcherConfig(), parts, [0], groups, sampling, version=0)
-        ((texts, given, calls),) = scorer.given
+
+        def count(*_: Any, scorer: Recorder = scorer) -> None:
+            scorer.passes += 1
+
+        parts.reference.base_model.register_forward_pre_hook(count)
+        first, second = score_and_ship(SearcherConfig(), parts, engine, [0], sampling)
+        ((texts, given, passes),) = scorer.given
         assert texts == ["0", "1"] and given["num_tokens"] == [2, 2]
         assert given["truncated"] == [False, False]
-        assert calls == (2 if facts else 1)  # after the engine's log-probs, or before
+        assert passes == (1 if facts else 0)
         want = [float(t.reference_logprobs.sum()) for t in (first, second)]
         assert given.get("reference_logprob") == (want if facts else None)
+
+
+def score_and_ship(
+    cfg: SearcherConfig, parts: SearcherParts, engine: Any, ids: list[int], sampling: Sampling
+) -> list[Trajectory]:
+    """What comes of the prompts' responses when all is shipped."""
+    groups = Groups()
+    for key, prompt_id in enumerate(ids):
+        groups.open[key] = Group(prompt_id=prompt_id)
+        engine.add(key, parts.prompt_tokens[prompt_id], sampling)
+    while groups.open:
+        generate(parts, groups)
+    score(cfg, parts, groups, everything=True)
+    ship(parts, groups, 4, everything=True)
+    return shipped(parts)
 
 
 # --------------------------------------------------------------------------- log-probs
 
 
-def make_engine(path: str) -> HFEngine:
+def make_engine(path: str, policy_temperature: float | None = None) -> HFEngine:
     options = EngineOptions(
         path=path,
         stop_token_ids=[tiny.EOS],
@@ -311,6 +481,7 @@ def make_engine(path: str) -> HFEngine:
         dtype=torch.float32,
         device=CPU,
         seed=1,
+        policy_temperature=policy_temperature,
     )
     return HFEngine(EngineConfig(name="hf", max_num_seqs=16), options)
 
@@ -318,15 +489,15 @@ def make_engine(path: str) -> HFEngine:
 def generated(
     path: str, cfg: SearcherConfig, sampling: Sampling, **changes: Any
 ) -> tuple[SearcherParts, list[Trajectory]]:
-    parts = make_parts(path, make_engine(path), **changes)
+    engine = make_engine(path, cfg.temperature)
+    parts = make_parts(path, engine, **changes)
     ids = [2, 5, 7]
-    groups = parts.engine.generate([parts.prompt_tokens[i] for i in ids], sampling)
-    trajectories, outcomes = score(cfg, parts, ids, groups, sampling, version=4)
-    assert outcomes == {"ok": len(ids) * sampling.n}
+    trajectories = score_and_ship(cfg, parts, engine, ids, sampling)
+    assert reports(parts, "outcomes") == [{"ok": len(ids) * sampling.n}]
     assert [t.prompt_id for t in trajectories] == [i for i in ids for _ in range(sampling.n)]
     for t in trajectories:
         check(t)
-        assert (t.version_start, t.version_end) == (4, 4)
+        assert (t.version_start, t.version_end) == (-1, -1)  # it has taken no weights
     return parts, trajectories
 
 
