@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -758,6 +759,12 @@ def run_both(
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> None:
+    if HydraConfig.get().mode == RunMode.MULTIRUN and "RANK" in os.environ:
+        # the second run would meet what the first left in the store of torchrun's agent, and hang
+        say_once(
+            "--multirun works without torchrun only: start one torchrun a run, as launch/ does"
+        )
+        sys.exit(2)
     overrides = HydraConfig.get().overrides.task
     alone = "RANK" not in os.environ and not any(o.startswith("mode=") for o in overrides)
     if alone and cfg.mode == "async":
