@@ -94,18 +94,25 @@ def adapted_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
-def merged_weight(layer: Any, full: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
-    """W + scaling B A of an adapted layer, a new float32 tensor of W's shape.
+def merged_weight(
+    layer: Any,
+    full: Callable[[Tensor], Tensor] = Tensor.detach,
+    own: Callable[[Tensor], Tensor] | None = None,
+    rows: slice = slice(None),
+) -> Tensor:
+    """W + scaling B A of an adapted layer, or rows of it, a new float32 tensor.
 
     Args:
         full: makes the whole tensor, without gradient, of a parameter.
+        own: makes the rows of W; None: `full`, all of them.
+        rows: which ones they are.
     """
-    weight = full(layer.base_layer.weight).float()  # [out, in]; [in, out] in GPT-2's layers
+    weight = (own or full)(layer.base_layer.weight).float()  # [out, in]; [in, out] in GPT-2's
     left = full(layer.lora_B[_ADAPTER].weight).float()  # [out, rank]
     right = full(layer.lora_A[_ADAPTER].weight).float()  # [rank, in]
     if layer.fan_in_fan_out:
         left, right = right.t(), left.t()
-    return torch.addmm(weight, left, right, alpha=layer.scaling[_ADAPTER])
+    return torch.addmm(weight, left[rows], right, alpha=layer.scaling[_ADAPTER])
 
 
 def adapter_weights(

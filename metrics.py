@@ -91,6 +91,7 @@ METRICS: dict[str, str] = {
     "memory/peak_gb": "most memory of trainer 0 so far, GB: torch's on a GPU, else the process's",
     "weights/version": "weights version last published",
     "weights/broadcast_s": "seconds the last broadcast took, in the background",
+    "weights/gather_s": "of which gathering it from the trainers that share a policy",
     "weights/load_s": "seconds an engine took to load it",
     "weights/stall_s": "seconds in which an engine decoded nothing because of it",
     "weights/step_to_token_s": "seconds from an optimizer step to the first token under it",

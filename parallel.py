@@ -31,7 +31,9 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+
+from shards import rows_of
 
 Item = TypeVar("Item")
 
@@ -133,8 +135,7 @@ def call(model: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: A
         return function(*args, **kwargs)
     result = model.tba_call(function, *args, **kwargs)  # type: ignore[operator]
     if not torch.is_grad_enabled():  # no backward pass comes that would let go of what was gathered
-        for module in _sharded_modules(model):
-            module.reshard()
+        reshard(model)
     return result
 
 
@@ -173,17 +174,40 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def own_part(parameter: Tensor) -> Tensor:
+    """What this rank holds of a parameter, its own memory, without gradient.
+
+    Of a sharded one its rows (`shards.rows_of`).
+    """
+    parameter = parameter.detach()
+    if not isinstance(parameter, DTensor):
+        return parameter
+    assert parameter.placements == (Shard(0),), parameter.placements
+    return parameter.to_local()
+
+
+def own_rows(parameter: Tensor) -> slice:
+    """Which rows `own_part` is; all of a parameter that is not sharded."""
+    if not isinstance(parameter, DTensor):
+        return slice(None)
+    mesh = parameter.device_mesh
+    first, count = rows_of(parameter.shape[0], mesh.get_local_rank(), mesh.size())
+    return slice(first, first + count)
+
+
+def reshard(model: nn.Module) -> None:
+    """Lets go of what a sharded model has gathered: its parameters are this rank's rows."""
+    for module in _sharded_modules(model):
+        module.reshard()
+
+
 def copy_into(parameter: Tensor, values: Tensor) -> None:
     """Sets a parameter, sharded or not, to `values`, which every rank holds whole."""
     with torch.no_grad():
         if not isinstance(parameter, DTensor):
             parameter.copy_(values)
             return
-        rank, size = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
-        chunks = values.chunk(size)  # of the first axis, as `fully_shard` splits it
-        local = parameter.to_local()
-        if rank < len(chunks):
-            local.copy_(chunks[rank])
+        parameter.to_local().copy_(values[own_rows(parameter)])
 
 
 def in_lockstep(

@@ -60,6 +60,7 @@ from parallel import ParallelConfig, any_rank, shard
 from rewards import Scorer, make_scorer
 from schedules import beta_at, linear_at
 from searcher import SearcherParts, explores, search
+from shards import make_gathering_group
 from tasks.task import Problem, Task, fit_prompts
 from trainer import Evaluator, TrainerParts, beta_schedule, train
 from trajectory import Trajectory
@@ -150,6 +151,9 @@ def run(cfg: DictConfig, *, started: float) -> None:
         control.progress("preparing model and data", cfg.cluster.startup_timeout_s)
         setup = prepare(cfg, ranks, started)
         trainers = dist.new_group(list(range(ranks.num_trainers)), backend=trainer_backend(setup))
+        gathering = None
+        if setup.sharded and not setup.offline:
+            gathering = make_gathering_group(ranks.num_trainers, setup.weights_backend)
         run_dir = Path(broadcast_text(make_run_dir(cfg) if ranks.rank == 0 else ""))
         if ranks.rank == 0:
             logger.info("run folder: %s", run_dir)
@@ -158,7 +162,7 @@ def run(cfg: DictConfig, *, started: float) -> None:
             load_data(setup, parts)
             run_trainer(setup, parts)
         else:
-            run_online(setup, control, run_dir, trainers)
+            run_online(setup, control, run_dir, trainers, gathering)
         control.progress("leaving", cfg.cluster.startup_timeout_s)  # trainer 0 saves the policy
         dist.barrier()
     except config.UserError as error:
@@ -352,17 +356,27 @@ def git_commit() -> str | None:
 
 
 def run_online(
-    setup: Setup, control: Control, run_dir: Path, trainers: dist.ProcessGroup | None
+    setup: Setup,
+    control: Control,
+    run_dir: Path,
+    trainers: dist.ProcessGroup | None,
+    gathering: dist.ProcessGroup | None,
 ) -> None:
-    """This rank's role in a job with searchers."""
+    """This rank's role in a job with searchers.
+
+    Args:
+        trainers: the trainers' group, for their main threads.
+        gathering: the group of a sharded policy's trainers, for their publishers' threads.
+    """
     ranks = setup.ranks
     channel = Channel(
         ranks, max_outstanding=setup.cfg.searcher.max_outstanding, on_error=control.fail
     )
     if ranks.world_size == 1:
-        run_both(setup, control, channel, run_dir, trainers)
+        run_both(setup, control, channel, run_dir, trainers, gathering)
     elif ranks.is_trainer:
-        run_trainer(setup, build_trainer(setup, control, channel, run_dir, trainers))
+        parts = build_trainer(setup, control, channel, run_dir, trainers, gathering)
+        run_trainer(setup, parts)
     else:
         run_searcher(setup, build_searcher(setup, control, channel))
 
@@ -373,8 +387,9 @@ def build_trainer(
     channel: Channel | None,
     run_dir: Path,
     group: dist.ProcessGroup | None,
+    gathering: dist.ProcessGroup | None = None,
 ) -> TrainerParts:
-    """Policy, optimizer, buffer and, on trainer 0, the publisher and the metrics.
+    """Policy, optimizer, buffer, publisher (on trainer 0, or all of a sharded policy) and metrics.
 
     Without a channel there are no searchers: nothing is published, trainers evaluate.
     """
@@ -413,8 +428,10 @@ def build_trainer(
             bucket_bytes=cfg.weights.bucket_mb << 20,
             timeout_s=cfg.cluster.timeout_s,
             meeting_timeout_s=cfg.cluster.startup_timeout_s,
+            trainers=sharing,
+            gathering=gathering,
         )
-        if lead and channel is not None
+        if (lead or setup.sharded) and channel is not None
         else None
     )
     metrics = (
@@ -737,10 +754,11 @@ def run_both(
     channel: Channel,
     run_dir: Path,
     trainers: dist.ProcessGroup | None,
+    gathering: dist.ProcessGroup | None,
 ) -> None:
     """A world of one rank: the same two loops in lock-step, the searcher's in a thread."""
     searcher = build_searcher(setup, control, channel)
-    trainer = build_trainer(setup, control, channel, run_dir, trainers)
+    trainer = build_trainer(setup, control, channel, run_dir, trainers, gathering)
 
     def target() -> None:
         try:

@@ -60,7 +60,7 @@ from rewards import FAILURES, Scorer
 from schedules import beta_at, lr_at
 from tasks.task import Problem, Task
 from trajectory import Trajectory, unpack
-from weights import Publisher, gather_for_publisher, named_weights
+from weights import Publisher, named_weights
 
 logger = logging.getLogger("tba")
 
@@ -135,7 +135,8 @@ class TrainerParts:
     temperature: float  # of the policy and the reference
     probe_tokens: Sequence[np.ndarray]
     group: dist.ProcessGroup | None  # all trainers; None when there is one
-    publisher: Publisher | None  # trainer 0; None in mode=offline
+    # trainer 0's, or every trainer's of a sharded policy; None in mode=offline
+    publisher: Publisher | None
     metrics: Metrics | None  # trainer 0
     run_dir: Path
     started: float  # time.monotonic() when the process began
@@ -603,7 +604,7 @@ def publish(
     parts.buffer.new_window()
     if parts.evaluator is not None and evaluate:
         evaluate_policy(parts, parts.evaluator, version)
-    if parts.channel is None or (parts.publisher is None and not is_sharded(parts.policy)):
+    if parts.publisher is None:
         return
     with parts.clock.busy("publish"):
         meta: dict[str, Any] = {"published_at": time.time()}
@@ -616,9 +617,6 @@ def publish(
                     temperature=1.0,
                 )
             meta["probe"] = values.tolist()
-        if parts.publisher is None:
-            gather_for_publisher(parts.policy)
-            return
         parts.publisher.publish(parts.policy, version, evaluate=evaluate, final=final, meta=meta)
 
 
@@ -738,6 +736,8 @@ def state_metrics(parts: TrainerParts, *, version: int) -> dict[str, float]:
         metrics["weights/gb_per_s"] = (
             parts.publisher.num_bytes / parts.publisher.last_broadcast_s / 1e9
         )
+        if is_sharded(parts.policy):
+            metrics["weights/gather_s"] = parts.publisher.last_gather_s
     return metrics
 
 
@@ -765,6 +765,9 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
     weights = whole_state(parts.policy, keep=parts.metrics is not None)
     parts.control.progress("waiting for the last evaluation", parts.control.startup_timeout_s)
     if parts.metrics is None:
+        if parts.channel is not None:
+            parts.channel.close()  # when the searchers have left
+        parts.control.progress("waiting for trainer 0", parts.control.startup_timeout_s)
         close(parts)
         return
     while cfg.steps not in arrivals.held_out:

@@ -1,18 +1,21 @@
 """Weights from the trainer into running engines.
 
-Trainer rank 0 owns a `Publisher`: `publish(version)` copies the parameters into one flat buffer in
-the engines' dtype and returns; a background thread broadcasts it in buckets to every engine worker.
-Each engine worker owns a `Receiver`: a background thread takes every broadcast into a staging
-buffer, so that no broadcast waits for a generation; `take()` loads the newest staged version
-between two generations. `EngineWeights` is the vLLM worker extension that holds a Receiver.
+`Publisher.publish(version)` copies what this trainer holds of the policy, all of it or its shard,
+into a buffer in the engines' dtype and returns; a background thread sends it in buckets to every
+engine worker, after gathering each bucket from the trainers of a sharded policy (`shards.py`).
+Each engine worker owns a `Receiver`: a background thread takes every broadcast into one of two
+staging buffers, so that no broadcast waits for a generation and no generation for a broadcast;
+`take()` loads the newest complete version. `EngineWeights` is the vLLM worker extension that holds
+a Receiver.
 
 A newer snapshot replaces a waiting one. A version that must be seen by all (`evaluate`, `final`) is
-pinned: it is neither replaced on the trainer nor overwritten on the engine before it was loaded.
+pinned: it is neither replaced on the trainer nor dropped on the engine before it was loaded.
 Names, shapes and dtypes are checked once, a checksum of the bytes at every version.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -20,24 +23,25 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lora import adapted_layers, merged_weight
-from parallel import device_of, full, is_sharded
+from parallel import device_of, full, is_sharded, own_part, own_rows, reshard
+from shards import ALIGN, make_buckets, own_specs, plan, scratch_bytes, send_pieces
 
 logger = logging.getLogger("tba")
 
-WeightGroup: TypeAlias = Any  # ProcessGroupGloo or ProcessGroupNCCL, without a common base class
 FOREVER = timedelta(days=3650)
 FLAG_EVALUATE, FLAG_FINAL = 1, 2
-_ALIGN = 16  # bytes; every tensor starts at a multiple, so that views of any dtype are aligned
-_CLOSE = -1  # the version of the header that ends a receiver's thread
+_CLOSE, _FAILED, _SKIPPED = -1, -2, -3  # instead of a version, of a snapshot's number or place
+_TAG = 1  # of messages between trainers; their weights travel under 0
+_SUM_WORDS, _SUM_ROWS = 4096, 64  # 32-bit words of a row of the checksum; rows at a time
 
 
 @dataclass
@@ -100,11 +104,31 @@ def _checkpoint_parameters(
             yield name, parameter, None
 
 
-def gather_for_publisher(model: torch.nn.Module) -> None:
-    """A sharded model's other ranks join in each time its publisher may copy the parameters."""
-    if is_sharded(model):
-        for _ in named_weights(model):
-            pass
+def _own_weights(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
+    """What this rank holds of each of `named_weights`, and whether it was made for this.
+
+    Of a sharded model its rows. Merging an adapter into its rows of a layer takes the adapter's
+    whole matrices, which are small: only these are gathered here, and every rank must take part.
+    """
+    for _, parameter, adapted in _checkpoint_parameters(model):
+        if adapted is None:
+            yield own_part(parameter), False
+        else:
+            yield merged_weight(adapted, full, own_part, own_rows(parameter)), True
+
+
+@torch.no_grad()
+def copy_weights(model: torch.nn.Module, targets: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Copies this rank's part of the weights into `targets` (`views`), in their dtype."""
+    to, source = [], []
+    for (weight, is_new), (_, target) in zip(_own_weights(model), targets, strict=True):
+        if is_new:  # copied at once: all of them would be a second copy of the model
+            target.copy_(weight, non_blocking=True)
+        else:
+            to.append(target)
+            source.append(weight)
+    if to:
+        torch._foreach_copy_(to, source, non_blocking=True)
 
 
 def manifest(model: torch.nn.Module, dtype: torch.dtype) -> list[TensorSpec]:
@@ -118,13 +142,13 @@ def manifest(model: torch.nn.Module, dtype: torch.dtype) -> list[TensorSpec]:
     for name, parameter, _ in _checkpoint_parameters(model):
         spec = TensorSpec(name, tuple(parameter.shape), str(dtype), offset)
         specs.append(spec)
-        offset += -(-spec.num_bytes // _ALIGN) * _ALIGN
+        offset += -(-spec.num_bytes // ALIGN) * ALIGN
     return specs
 
 
 def flat_bytes(specs: Sequence[TensorSpec]) -> int:
     """Length of the flat buffer, in bytes (a multiple of 16)."""
-    return -(-(specs[-1].offset + specs[-1].num_bytes) // _ALIGN) * _ALIGN
+    return -(-(specs[-1].offset + specs[-1].num_bytes) // ALIGN) * ALIGN
 
 
 def check_manifest(specs: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> None:
@@ -149,56 +173,102 @@ def views(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str
         yield spec.name, data.view(_dtype(spec.dtype)).view(spec.shape)
 
 
-def checksum(flat: torch.Tensor, *, chunk_bytes: int = 1 << 24) -> int:
-    """Position-weighted sum of the buffer's 32-bit words, modulo 2^63; `flat` is uint8 [4 n].
+def checksum(flat: torch.Tensor, bucket_bytes: int) -> int:
+    """The `Checksum` of a buffer, uint8 [4 n], that travels in buckets."""
+    total = Checksum()
+    for start in range(0, len(flat), bucket_bytes):
+        total.add(flat[start : start + bucket_bytes])
+    return total.value()
 
-    Runs on the buffer's own device; a temporary of 2 x chunk_bytes. Unlike a plain sum it notices
-    tensors that changed places.
+
+class Checksum:
+    """A digest of the buckets of one version, added as they travel.
+
+    A bucket's 32-bit words are laid out in rows; the sums of every row and of every column, modulo
+    2^32, go into a BLAKE2 digest. One changed bit changes two sums, and so do two words, or whole
+    tensors, that changed places. It costs two reductions of the memory, on the buffer's own device
+    and with all of torch's threads, without a temporary.
     """
-    words = flat.view(torch.int32)
-    step = chunk_bytes // 4
-    ramp = torch.arange(1, min(step, len(words)) + 1, device=flat.device)
-    total = 0
-    for start in range(0, len(words), step):
-        part = words[start : start + step].to(torch.int64)
-        total = (31 * total + int((part * ramp[: len(part)]).sum())) % (1 << 63)
-    return total
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=8)
+
+    def add(self, bucket: torch.Tensor) -> None:
+        """Takes in the next bucket, uint8 [4 n]."""
+        words = bucket.view(torch.int32)
+        whole = len(words) // _SUM_WORDS * _SUM_WORDS
+        sums = [words[whole:]]
+        # 1 MiB at a time: the second reduction finds it in a core's cache
+        for part in words[:whole].view(-1, _SUM_WORDS).split(_SUM_ROWS):
+            sums += [part.sum(0, dtype=torch.int32), part.sum(1, dtype=torch.int32)]
+        self._digest.update(torch.cat(sums).cpu().numpy().tobytes())
+
+    def value(self) -> int:
+        """In 0..2^63."""
+        return int.from_bytes(self._digest.digest(), "little") >> 1
+
+
+@dataclass
+class WeightGroup:
+    """Trainer 0 and all engine workers: small messages by gloo, buckets by gloo or NCCL.
+
+    A GPU that waits for a message by NCCL is busy, and the next version may be minutes away.
+    """
+
+    messages: Any  # ProcessGroupGloo
+    buckets: Any  # the same, or ProcessGroupNCCL
 
 
 def make_group(
     host: str, port: int, rank: int, size: int, *, backend: str, timeout_s: float
 ) -> WeightGroup:
-    """A process group of its own for trainer 0 (rank 0) and all engine workers (1..size-1).
+    """Process groups for trainer 0 (rank 0) and all engine workers (1..size-1).
 
-    It is made beside the default group, over the control store, because an engine worker is not a
-    rank of the job. `timeout_s` bounds the meeting; afterwards a receiver may wait for ever (the
+    They are made beside the default group, over the control store, because an engine worker is not
+    a rank of the job. `timeout_s` bounds the meeting; afterwards a receiver may wait for ever (the
     watchdog of the control plane looks after that).
     """
     server = dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
     store = dist.PrefixStore("weights", server)
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = FOREVER
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
-    group._set_default_timeout(FOREVER)
-    return group
+    messages = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    messages._set_default_timeout(FOREVER)
+    if backend != "nccl":
+        return WeightGroup(messages, messages)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = FOREVER
+    store = dist.PrefixStore("weights-nccl", server)
+    return WeightGroup(messages, dist.ProcessGroupNCCL(store, rank, size, options))
 
 
-def _broadcast(group: WeightGroup, tensor: torch.Tensor) -> None:
+def _start_broadcast(group: Any, tensor: torch.Tensor) -> dist.Work:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     options.timeout = FOREVER
-    group.broadcast([tensor], options).wait()
+    return group.broadcast([tensor], options)
 
 
-def _broadcast_flat(group: WeightGroup, flat: torch.Tensor, bucket_bytes: int) -> None:
-    for start in range(0, len(flat), bucket_bytes):
-        _broadcast(group, flat[start : start + bucket_bytes])
-    if flat.is_cuda:
-        torch.cuda.current_stream().synchronize()
+def _send_numbers(group: WeightGroup, values: list[int]) -> None:
+    _start_broadcast(group.messages, torch.tensor(values)).wait()
+
+
+def _receive_numbers(group: WeightGroup, count: int) -> list[int]:
+    values = torch.zeros(count, dtype=torch.int64)
+    _start_broadcast(group.messages, values).wait()
+    return values.tolist()
+
+
+def _send_text(group: WeightGroup, text: str) -> None:
+    """Of a length that the receivers know, at least one byte."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    _start_broadcast(group.messages, data).wait()
+
+
+def _receive_text(group: WeightGroup, num_bytes: int) -> str:
+    data = torch.zeros(num_bytes, dtype=torch.uint8)
+    _start_broadcast(group.messages, data).wait()
+    return data.numpy().tobytes().decode()
 
 
 def _side_stream(device: torch.device):
@@ -213,19 +283,28 @@ def _side_stream(device: torch.device):
 
 @dataclass
 class _Snapshot:
-    flat: torch.Tensor
+    flat: torch.Tensor  # uint8: all weights, or a sharded policy's rows of this trainer
+    place: int  # which of the two it is; the same on all trainers
+    number: int = 0  # counts the snapshots taken; the same on all trainers
     version: int = 0
     flags: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
 
 
 class Publisher:
-    """Trainer rank 0's end.
+    """The trainer's end: of trainer 0, or of every trainer of a sharded policy.
 
-    Consumes: the policy's parameters, at `publish`. Produces: broadcasts, in version order.
+    Consumes: the parameters that this rank holds, at `publish`. Produces: broadcasts, in version
+    order, by trainer 0's thread. It decides alone which snapshot is sent next; the others' threads
+    send their rows of the one it names. Which snapshot a new one replaces is decided by trainer 0
+    in `publish`, where all trainers are in lock-step: what its thread has taken is out of reach,
+    what it decided to replace the thread can no longer take.
     Waits for: `publish` waits only when a pinned version is asked for while another one is still
-    waiting. Ends: `close()` sends the closing header. An error in the thread is raised by the next
-    `publish` or `close`.
+    waiting; a trainer's thread for its own main thread to finish the copy that trainer 0 named.
+    Ends: `close()` sends the closing header, to engines and trainers. An error in the thread is
+    raised by the next `publish` or `close`; trainer 0's thread tells the other trainers.
+    Memory: two buffers of this rank's part of the weights and, on trainer 0 of a sharded policy,
+    three buckets; in host memory (pinned for a GPU) where the weights travel by gloo.
     """
 
     def __init__(
@@ -240,13 +319,41 @@ class Publisher:
         bucket_bytes: int,
         timeout_s: float,
         meeting_timeout_s: float,
+        trainers: dist.ProcessGroup | None = None,
+        gathering: dist.ProcessGroup | None = None,
     ) -> None:
+        """Every trainer of a sharded policy must make one, trainer 0 as rank 0 of both groups.
+
+        Args:
+            num_workers: engine workers, which trainer 0 waits for, in its thread.
+            dtype: the engines'.
+            bucket_bytes: a multiple of 4.
+            timeout_s: of one broadcast.
+            trainers: of a sharded policy, for collectives of the main thread.
+            gathering: of a sharded policy, for this thread alone (`shards.make_gathering_group`).
+        """
         self.specs = manifest(model, dtype)
-        self.last_broadcast_s = 0.0
         self.num_bytes = flat_bytes(self.specs)
-        self._wire_device = device_of(model) if backend == "nccl" else "cpu"
-        self._free = [self._new_snapshot(), self._new_snapshot()]
+        self.last_broadcast_s, self.last_gather_s = 0.0, 0.0
+        self._trainers, self._gathering = trainers, gathering
+        self._rank, self._size = 0, 1
+        self._device = device_of(model)
+        self._wire_device = self._device if backend == "nccl" else torch.device("cpu")
+        self._own_specs = self.specs
+        if is_sharded(model):  # by one trainer, too: its rows are all
+            assert trainers is not None and gathering is not None
+            self._rank, self._size = dist.get_rank(trainers), dist.get_world_size(trainers)
+            self._own_specs = own_specs(self.specs, self._rank, self._size)
+            self._pieces = plan(self.specs, self._size, bucket_bytes, self.num_bytes)
+        self._snapshots = [_Snapshot(self._memory(flat_bytes(self._own_specs)), i) for i in (0, 1)]
+        self._buckets: list[torch.Tensor] = []
+        if self._size > 1 and self._rank == 0:
+            num_bytes = min(bucket_bytes, self.num_bytes)
+            self._buckets = [self._memory(num_bytes), self._memory(num_bytes)]
+            self._scratch = self._memory(scratch_bytes(self._pieces))
+        self._free = list(self._snapshots)
         self._waiting: _Snapshot | None = None
+        self._num_taken = 0
         self._busy_since: float | None = None
         self._closed = False
         self._error: BaseException | None = None
@@ -268,35 +375,33 @@ class Publisher:
     ) -> bool:
         """Copies the weights as `version` and returns; False if a pinned one is still waiting.
 
+        Every trainer of a sharded policy must call it, with the same `version` and flags; `meta` is
+        trainer 0's. The engines get it with `published_at`, seconds since 1970 when this began.
+
         Raises RuntimeError if an earlier broadcast failed or has taken over `timeout_s`.
         """
+        meta = {**(meta or {}), "published_at": time.time()}
         flags = FLAG_EVALUATE * evaluate | FLAG_FINAL * final
-        with self._condition:
-            self._check()
-            skipped = self._waiting is not None and self._waiting.flags != 0 and not flags
-            if not skipped:
-                while self._waiting is not None and self._waiting.flags:
-                    self._condition.wait(0.5)
-                    self._check()
-                snapshot = self._waiting or self._free.pop()
-                self._waiting = None  # the thread must not take it while it is being written
-        if skipped:
-            gather_for_publisher(model)
+        snapshot = self._claim_together(flags) if self._size > 1 else self._claim(flags)
+        if snapshot is None:
             return False
-        for (_, weight), (_, view) in zip(
-            named_weights(model), views(snapshot.flat, self.specs), strict=True
-        ):
-            view.copy_(weight)
-        if snapshot.flat.is_cuda:
+        reshard(model)
+        copy_weights(model, views(snapshot.flat, self._own_specs))
+        if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the thread reads on a stream of its own
-        snapshot.version, snapshot.flags, snapshot.meta = version, flags, meta or {}
         with self._condition:
+            self._num_taken += 1
+            snapshot.number = self._num_taken
+            snapshot.version, snapshot.flags, snapshot.meta = version, flags, meta
             self._waiting = snapshot
             self._condition.notify_all()
         return True
 
     def close(self) -> None:
-        """Ends the receivers' threads and this one's, after what is waiting was broadcast."""
+        """Ends the receivers' threads and this one's, after what is waiting was broadcast.
+
+        On other trainers than 0 it waits for trainer 0 to do so.
+        """
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -307,8 +412,42 @@ class Publisher:
         with self._condition:
             self._check()
 
-    def _new_snapshot(self) -> _Snapshot:
-        return _Snapshot(torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._wire_device))
+    def _memory(self, num_bytes: int) -> torch.Tensor:
+        pinned = self._device.type == "cuda" and self._wire_device.type == "cpu"
+        return torch.zeros(
+            num_bytes, dtype=torch.uint8, device=self._wire_device, pin_memory=pinned
+        )
+
+    def _claim(self, flags: int) -> _Snapshot | None:
+        """The memory for a new snapshot, which the thread can't take; None: leave it out."""
+        with self._condition:
+            self._check()
+            while self._waiting is not None and self._waiting.flags:
+                if not flags:
+                    return None
+                self._condition.wait(0.5)
+                self._check()
+            snapshot = self._waiting or self._free.pop()
+            self._waiting = None
+            return snapshot
+
+    def _claim_together(self, flags: int) -> _Snapshot | None:
+        """What trainer 0 claims, on all trainers."""
+        answer = torch.tensor(_FAILED, device=self._device)
+        if self._rank == 0:
+            try:
+                snapshot = self._claim(flags)
+                answer.fill_(_SKIPPED if snapshot is None else snapshot.place)
+            finally:
+                dist.broadcast(answer, group=self._trainers, group_src=0)
+            return snapshot
+        with self._condition:
+            self._check()
+        dist.broadcast(answer, group=self._trainers, group_src=0)
+        place = int(answer)
+        if place == _FAILED:
+            raise RuntimeError("publishing weights failed on trainer 0")
+        return None if place == _SKIPPED else self._snapshots[place]
 
     def _check(self) -> None:
         if self._error is not None:
@@ -321,13 +460,11 @@ class Publisher:
 
     def _run(self) -> None:
         try:
-            device = torch.device(self._wire_device)
-            group = make_group(*self._address, **self._meeting)
-            with _side_stream(device):
-                self._send_text(group, json.dumps([asdict(spec) for spec in self.specs]))
-                while (snapshot := self._next()) is not None:
-                    self._send(group, snapshot)
-                self._send_header(group, [_CLOSE, 0, 0, 0])
+            with _side_stream(self._wire_device):
+                if self._rank == 0:
+                    self._send_all()
+                else:
+                    self._join_all()
         except BaseException as error:
             logger.debug("the publisher's thread ends", exc_info=True)
             with self._condition:
@@ -335,6 +472,22 @@ class Publisher:
                 # group closes its connections, so that the other ends fail too instead of waiting.
                 self._error = error.with_traceback(None)
                 self._condition.notify_all()
+            if self._rank == 0:
+                with suppress(RuntimeError):
+                    self._tell_trainers(_FAILED)
+
+    # ----------------------------------------------------------------------- trainer 0's thread
+
+    def _send_all(self) -> None:
+        group = make_group(*self._address, **self._meeting)
+        text = json.dumps([asdict(spec) for spec in self.specs])
+        _send_numbers(group, [len(text.encode())])
+        _send_text(group, text)
+        while (snapshot := self._next()) is not None:
+            self._tell_trainers(snapshot.number)
+            self._send(group, snapshot)
+        _send_numbers(group, [_CLOSE, 0, 0])
+        self._tell_trainers(_CLOSE)
 
     def _next(self) -> _Snapshot | None:
         with self._condition:
@@ -347,28 +500,86 @@ class Publisher:
             self._condition.notify_all()
             return snapshot
 
+    def _tell_trainers(self, number: int) -> None:
+        """One message to each, so that the living hear of an error whoever has died."""
+        message = torch.tensor([number])
+        works: list[dist.Work | None] = []
+        self._told = message, works  # gloo reads the memory until it is sent
+        for rank in range(1, self._size):
+            with suppress(RuntimeError) if number == _FAILED else nullcontext():
+                works.append(dist.isend(message, group=self._gathering, group_dst=rank, tag=_TAG))
+        for work in works:
+            assert work is not None
+            if number != _FAILED:
+                work.wait()
+
     def _send(self, group: WeightGroup, snapshot: _Snapshot) -> None:
         start = time.monotonic()
         text = json.dumps(snapshot.meta)
-        self._send_header(
-            group, [snapshot.version, snapshot.flags, checksum(snapshot.flat), len(text.encode())]
-        )
-        self._send_text(group, text, with_size=False)
-        _broadcast_flat(group, snapshot.flat, self._bucket_bytes)
+        _send_numbers(group, [snapshot.version, snapshot.flags, len(text.encode())])
+        _send_text(group, text)
+        total = Checksum()
+        gather_s, before = 0.0, time.monotonic()
+        works: list[dist.Work] = []
+        for bucket in self._buckets_of(snapshot):
+            gather_s += time.monotonic() - before
+            works.append(_start_broadcast(group.buckets, bucket))
+            total.add(bucket)  # while it travels
+            if len(works) > 1:  # the memory of the one before is used for the next
+                works.pop(0).wait()
+            before = time.monotonic()
+        for work in works:
+            work.wait()
+        if self._wire_device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        _send_numbers(group, [total.value()])
         with self._condition:
             self.last_broadcast_s = time.monotonic() - start
+            self.last_gather_s = gather_s
             self._busy_since = None
             self._free.append(snapshot)
 
-    def _send_header(self, group: WeightGroup, values: list[int]) -> None:
-        _broadcast(group, torch.tensor(values, device=self._wire_device))
+    def _buckets_of(self, snapshot: _Snapshot) -> Iterator[torch.Tensor]:
+        if self._size == 1:
+            yield from snapshot.flat.split(self._bucket_bytes)
+            return
+        assert self._gathering is not None
+        yield from make_buckets(
+            snapshot.flat,
+            self._pieces,
+            self._bucket_bytes,
+            self.num_bytes,
+            self._gathering,
+            self._buckets,
+            self._scratch,
+        )
 
-    def _send_text(self, group: WeightGroup, text: str, *, with_size: bool = True) -> None:
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._wire_device)
-        if with_size:
-            self._send_header(group, [len(data), 0, 0, 0])
-        if len(data):
-            _broadcast(group, data)
+    # ----------------------------------------------------------------------- other trainers' thread
+
+    def _join_all(self) -> None:
+        assert self._gathering is not None
+        message = torch.zeros(1, dtype=torch.int64)
+        while True:
+            dist.recv(message, group=self._gathering, group_src=0, tag=_TAG)
+            number = int(message)
+            if number == _CLOSE:
+                return
+            if number == _FAILED:
+                raise RuntimeError("trainer 0 has failed")
+            snapshot = self._named(number)
+            send_pieces(snapshot.flat, self._pieces, self._rank, self._gathering)
+            with self._condition:
+                self._busy_since = None
+
+    def _named(self, number: int) -> _Snapshot:
+        """The snapshot of that number, once this rank's main thread has made it."""
+        with self._condition:
+            while True:
+                for snapshot in self._snapshots:
+                    if snapshot.number == number:
+                        self._busy_since = time.monotonic()
+                        return snapshot
+                self._condition.wait()
 
 
 # --------------------------------------------------------------------------- engine side
@@ -386,13 +597,26 @@ class WeightUpdate:
     stall_s: float = 0.0  # seconds in which the engine decoded nothing because of it
 
 
+@dataclass(slots=True)
+class _Staged:
+    """A complete version that is ready to be loaded."""
+
+    flat: torch.Tensor  # uint8, one of the receiver's two buffers
+    version: int
+    flags: int
+    meta: dict[str, Any]
+
+
 class Receiver:
     """An engine worker's end.
 
-    Consumes: broadcasts, in its thread, into one staging buffer. Produces: loaded weights, at
-    `take`. Waits for: the thread waits before it overwrites a pinned version that was not loaded
-    yet, and while `take` runs. Ends: the publisher's closing header. An error in the thread is
-    raised by the next `take`.
+    Consumes: broadcasts, in its thread, into one of two buffers while the other holds a complete
+    version. Produces: loaded weights, at `take`. A complete version replaces one that was not
+    loaded yet, unless that one is pinned. Waits for: the thread waits before it overwrites a pinned
+    version that was not loaded yet. Ends: the publisher's closing header. An error in the thread is
+    raised by the next `take` or `staged_version`.
+    Memory: two flat buffers of all weights in the engine's dtype, on the engine's device where the
+    weights travel by NCCL, else in host memory.
     """
 
     def __init__(
@@ -413,8 +637,8 @@ class Receiver:
         self._expected, self._load = expected, load
         self._wire_device = device if backend == "nccl" else torch.device("cpu")
         self._bucket_bytes = bucket_bytes
-        self._staged: tuple[int, int, dict] | None = None  # version, flags, meta
-        self._receiving, self._taking, self._closed = False, False, False
+        self._buffers: list[torch.Tensor] = []  # those that hold nothing
+        self._staged: list[_Staged] = []  # in version order; all but the last are pinned
         self._error: BaseException | None = None
         self._condition = threading.Condition()
         self._address = (host, port, rank, size)
@@ -424,53 +648,52 @@ class Receiver:
 
     @property
     def staged_version(self) -> int:
-        """Version that `take` would load, -1 if there is none."""
+        """The version that `take` would load now; -1 if there is none. Any thread may ask.
+
+        Raises:
+            RuntimeError: receiving failed.
+        """
         with self._condition:
-            if self._error is not None:
-                return 0  # `take` raises it
-            return -1 if self._staged is None else self._staged[0]
+            self._check()
+            return self._staged[0].version if self._staged else -1
 
     def take(self, *, wait_for: int | None = None, timeout_s: float = 0.0) -> WeightUpdate | None:
-        """Loads the newest staged version; None if there is none.
+        """Loads the newest complete version, or an older pinned one; None at once if there is none.
 
-        With `wait_for`, waits until that version, a newer or a pinned one has come. A broadcast
-        that has begun is waited for in any case.
+        With `wait_for`, waits until that version, a newer or a pinned one has come. Without, a
+        broadcast that has begun is not waited for.
 
         Raises:
             RuntimeError: receiving failed (with the cause), or `wait_for` did not come in time.
         """
         deadline = time.monotonic() + timeout_s
         with self._condition:
-            self._taking = wait_for is None
-            try:
-                while True:
-                    if self._error is not None:
-                        raise RuntimeError(f"receiving weights failed: {self._error}")
-                    # a pinned version holds back newer ones: it is due whatever is waited for
-                    due = self._staged is not None and (
-                        self._staged[0] >= (wait_for or 0) or self._staged[1] != 0
-                    )
-                    if not self._receiving and (due or wait_for is None):
-                        break
-                    if wait_for is not None and time.monotonic() > deadline:
-                        raise RuntimeError(
-                            f"version {wait_for} has not come within {timeout_s:.0f} s"
-                        )
-                    self._condition.wait(0.2)
-                if self._staged is None:
+            while True:
+                self._check()
+                # a pinned version holds back newer ones: it is due whatever is waited for
+                if self._staged and (
+                    self._staged[0].flags or self._staged[0].version >= (wait_for or 0)
+                ):
+                    break
+                if wait_for is None:
                     return None
-                version, flags, meta = self._staged
-                start = time.monotonic()
-                self._load(views(self._flat, self._expected))
-                self._staged, self.version = None, version
-            finally:
-                self._taking = False
-                self._condition.notify_all()
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"version {wait_for} has not come within {timeout_s:.0f} s")
+                self._condition.wait(0.2)
+            staged = self._staged.pop(0)  # the thread can neither drop nor overwrite it now
+        start = time.monotonic()
+        self._load(views(staged.flat, self._expected))
+        if self._wire_device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the thread writes on a stream of its own
+        with self._condition:
+            self.version = staged.version
+            self._buffers.append(staged.flat)
+            self._condition.notify_all()
         return WeightUpdate(
-            version=version,
-            evaluate=bool(flags & FLAG_EVALUATE),
-            final=bool(flags & FLAG_FINAL),
-            meta=meta,
+            version=staged.version,
+            evaluate=bool(staged.flags & FLAG_EVALUATE),
+            final=bool(staged.flags & FLAG_FINAL),
+            meta=staged.meta,
             load_s=time.monotonic() - start,
         )
 
@@ -478,58 +701,81 @@ class Receiver:
         """Waits for the publisher's closing header."""
         self._thread.join(timeout=timeout_s)
 
+    def _check(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(f"receiving weights failed: {self._error}")
+
     def _run(self) -> None:
         try:
             group = make_group(*self._address, **self._meeting)
             with _side_stream(self._wire_device):
+                (num_bytes,) = _receive_numbers(group, 1)
                 specs = [
                     TensorSpec(s["name"], tuple(s["shape"]), s["dtype"], s["offset"])
-                    for s in json.loads(self._receive_text(group, self._receive_header(group)[0]))
+                    for s in json.loads(_receive_text(group, num_bytes))
                 ]
                 check_manifest(specs, self._expected)
                 self._expected = specs  # same tensors; the trainer's order and offsets
-                self._flat = torch.zeros(
-                    flat_bytes(specs), dtype=torch.uint8, device=self._wire_device
-                )
+                self._buffers = [
+                    torch.zeros(flat_bytes(specs), dtype=torch.uint8, device=self._wire_device)
+                    for _ in range(2)
+                ]
                 while self._receive(group):
                     pass
         except BaseException as error:
             logger.debug("the receiver's thread ends", exc_info=True)
             with self._condition:
                 # without its traceback: see Publisher._run
-                self._error, self._receiving = error.with_traceback(None), False
+                self._error = error.with_traceback(None)
                 self._condition.notify_all()
 
     def _receive(self, group: WeightGroup) -> bool:
-        version, flags, expected_sum, text_bytes = self._receive_header(group)
+        version, flags, text_bytes = _receive_numbers(group, 3)
         if version == _CLOSE:
             return False
-        with self._condition:
-            while self._taking or (self._staged is not None and self._staged[1]):
-                self._condition.wait()
-            self._staged, self._receiving = None, True
-        meta = json.loads(self._receive_text(group, text_bytes))
-        _broadcast_flat(group, self._flat, self._bucket_bytes)
-        received_sum = checksum(self._flat)
-        if received_sum != expected_sum:
+        meta = json.loads(_receive_text(group, text_bytes))
+        flat = self._free_buffer()
+        received = self._receive_flat(group, flat)
+        (sent,) = _receive_numbers(group, 1)
+        if received != sent:
             raise ValueError(
-                f"checksum of version {version} is {received_sum}, the trainer's is {expected_sum}"
+                f"checksum of version {version} is {received}, the trainer's is {sent}"
             )
         with self._condition:
-            self._staged, self._receiving = (version, flags, meta), False
+            self._buffers += [staged.flat for staged in self._staged if not staged.flags]
+            self._staged = [staged for staged in self._staged if staged.flags]
+            self._staged.append(_Staged(flat, version, flags, meta))
             self._condition.notify_all()
         return True
 
-    def _receive_header(self, group: WeightGroup) -> list[int]:
-        header = torch.zeros(4, dtype=torch.int64, device=self._wire_device)
-        _broadcast(group, header)
-        return header.tolist()
+    def _free_buffer(self) -> torch.Tensor:
+        """Memory for the next version; the last staged one is given up for it if need be."""
+        with self._condition:
+            while not self._buffers:
+                if self._staged and not self._staged[-1].flags:
+                    return self._staged.pop().flat
+                self._condition.wait()
+            return self._buffers.pop()
 
-    def _receive_text(self, group: WeightGroup, num_bytes: int) -> str:
-        data = torch.zeros(num_bytes, dtype=torch.uint8, device=self._wire_device)
-        if num_bytes:
-            _broadcast(group, data)
-        return bytes(data.tolist()).decode()
+    def _receive_flat(self, group: WeightGroup, flat: torch.Tensor) -> int:
+        """Fills the buffer; the checksum of what has come."""
+        total = Checksum()
+        under_way: list[tuple[dist.Work, torch.Tensor]] = []
+
+        def finish_oldest() -> None:
+            work, bucket = under_way.pop(0)
+            work.wait()
+            total.add(bucket)  # while the next one travels
+
+        for bucket in flat.split(self._bucket_bytes):
+            under_way.append((_start_broadcast(group.buckets, bucket), bucket))
+            if len(under_way) > 1:
+                finish_oldest()
+        while under_way:
+            finish_oldest()
+        if flat.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return total.value()
 
 
 class EngineWeights:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -96,7 +97,7 @@ def make_publisher(
     timeout_s: float = 20.0,
     meeting_timeout_s: float = 20.0,
 ) -> Publisher:
-    return Publisher(
+    return weights.Publisher(
         model,
         host="127.0.0.1",
         port=port,
@@ -161,7 +162,9 @@ def rank_bit_for_bit(
     for version in range(4):
         update = receiver.take(wait_for=version, timeout_s=20)
         right_dtype = all(tensor.dtype == dtype for tensor in loaded.tensors.values())
-        seen.append((update.version, loaded.equals(version) and right_dtype, update.meta))
+        recent = time.time() - 20 < update.meta.pop("published_at") < time.time()
+        right = loaded.equals(version) and right_dtype and recent
+        seen.append((update.version, right, update.meta))
         dist.barrier()
     receiver.close()
     return seen
@@ -284,6 +287,66 @@ def test_publish_returns_while_a_receiver_sleeps_on_a_pinned_version() -> None:
     (seconds,), taken = run_ranks(rank_publisher_does_not_wait, 2)
     assert seconds < 1.0
     assert taken == (0, True, True, 5, True)
+
+
+class HeldBackPublisher(Publisher):
+    """Sends the last bucket of a version from 2 on when it is told to."""
+
+    begun, go_on = threading.Event(), threading.Event()
+
+    def _buckets_of(self, snapshot):
+        buckets = list(super()._buckets_of(snapshot))
+        for bucket in buckets:
+            if bucket is buckets[-1] and snapshot.version > 1:
+                self.begun.set()
+                assert self.go_on.wait(20)
+            yield bucket
+
+
+def rank_under_way(rank: int, size: int) -> tuple | None:
+    _store, port = meet(rank)
+    if rank == 0:
+        weights.Publisher = HeldBackPublisher
+        model = Weights()
+        publisher = make_publisher(model, port, 1, bucket_bytes=SMALL_BUCKETS)
+        for version in range(3):
+            model.fill(version)
+            publisher.publish(model, version)
+            if version < 2:
+                dist.barrier()  # it has arrived
+        assert publisher.begun.wait(20)
+        dist.barrier()  # version 2 is under way
+        dist.barrier()  # all have looked
+        publisher.go_on.set()
+        publisher.close()
+        return None
+    loaded = Loaded()
+    expected = manifest(Weights(), torch.float32)
+    receiver = make_receiver(expected, loaded, port, rank, size, bucket_bytes=SMALL_BUCKETS)
+    for version in range(2):
+        while receiver.staged_version < version:
+            time.sleep(0.01)
+        dist.barrier()
+    dist.barrier()
+    start = time.monotonic()
+    staged = [receiver.staged_version]
+    first = receiver.take()
+    right = loaded.equals(1)
+    staged.append(receiver.staged_version)
+    second = receiver.take()
+    seconds = time.monotonic() - start
+    dist.barrier()
+    third = receiver.take(wait_for=2, timeout_s=20)
+    receiver.close()
+    return staged, first.version, right, second, seconds, third.version, loaded.equals(2)
+
+
+def test_take_does_not_wait_for_a_broadcast_under_way() -> None:
+    """The complete version is loaded while the next one fills the other buffer."""
+    staged, first, right, second, seconds, third, right_again = run_ranks(rank_under_way, 2)[1]
+    assert staged == [1, -1]
+    assert (first, right, second, third, right_again) == (1, True, None, 2, True)
+    assert seconds < 1
 
 
 PINNED = {3, 4, 9, 15}
@@ -452,11 +515,12 @@ def rank_corrupted(rank: int, size: int) -> tuple[int, str] | None:
     receiver, _ = start_receiver(rank, size, port)
     loaded = receiver.take(wait_for=0, timeout_s=20).version
 
-    def broadcast_with_a_flipped_bit(group, flat, bucket_bytes, broadcast=weights._broadcast_flat):
-        broadcast(group, flat, bucket_bytes)
-        flat[1234] ^= 16
+    class AfterAFlippedBit(weights.Checksum):
+        def add(self, bucket):
+            bucket[1234] ^= 16
+            super().add(bucket)
 
-    weights._broadcast_flat = broadcast_with_a_flipped_bit
+    weights.Checksum = AfterAFlippedBit
     dist.barrier()
     try:
         receiver.take(wait_for=1, timeout_s=10)
@@ -591,38 +655,46 @@ def test_tensors_are_aligned_and_never_overlap(shapes: list[list[int]], dtype: t
         assert bool((view == i + 1).all())
 
 
-words = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40)
+LONG = 3 * weights._SUM_WORDS + 5  # words: whole rows of the checksum, and a part of one
 
 
-def flat_of(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32).view(torch.uint8)
+def random_words(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, (LONG,), dtype=torch.int32, generator=generator)
 
 
-@given(values=words, bit=st.integers(0, 31), place=st.integers(0, 39))
-def test_checksum_notices_every_single_bit(values: list[int], bit: int, place: int) -> None:
-    flat = flat_of(values)
-    flipped = flat.clone()
-    flipped[4 * (place % len(values)) + bit // 8] ^= 1 << bit % 8
-    for chunk_bytes in (8, 1 << 24):
-        sums = checksum(flat, chunk_bytes=chunk_bytes), checksum(flipped, chunk_bytes=chunk_bytes)
-        assert sums[0] != sums[1]
-        assert all(0 <= value < 1 << 63 for value in sums)
+def sum_of(words: torch.Tensor, bucket_bytes: int = 1 << 24) -> int:
+    return checksum(words.view(torch.uint8), bucket_bytes)
 
 
-@given(values=words, i=st.integers(0, 39), j=st.integers(0, 39))
-def test_checksum_notices_swapped_words(values: list[int], i: int, j: int) -> None:
-    i, j = i % len(values), j % len(values)
-    swapped = list(values)
-    swapped[i], swapped[j] = swapped[j], swapped[i]
-    assert (checksum(flat_of(values)) == checksum(flat_of(swapped))) == (swapped == values)
+places = st.integers(0, LONG - 1)
 
 
-def test_checksum_notices_swapped_tensors() -> None:
-    a, b = torch.randn(64), torch.randn(64)
-    one = torch.cat([a, b]).view(torch.uint8)
-    two = torch.cat([b, a]).view(torch.uint8)
-    for chunk_bytes in (256, 1 << 24):  # 256: the tensors are whole chunks
-        assert checksum(one, chunk_bytes=chunk_bytes) != checksum(two, chunk_bytes=chunk_bytes)
+@given(place=places, bit=st.integers(0, 31), bucket_bytes=st.sampled_from([20000, 1 << 24]))
+def test_checksum_notices_every_single_bit(place: int, bit: int, bucket_bytes: int) -> None:
+    words = random_words()
+    before = sum_of(words, bucket_bytes)
+    words.view(torch.uint8)[4 * place + bit // 8] ^= 1 << bit % 8
+    assert sum_of(words, bucket_bytes) != before
+    assert 0 <= before < 1 << 63
+
+
+@given(i=places, j=places, a=st.integers(-(2**31), 2**31 - 1), b=st.integers(-(2**31), 2**31 - 1))
+def test_checksum_notices_swapped_words(i: int, j: int, a: int, b: int) -> None:
+    words = random_words()
+    words[i], words[j] = a, b
+    swapped = words.clone()
+    swapped[i], swapped[j] = words[j], words[i]
+    assert (sum_of(words) == sum_of(swapped)) == torch.equal(words, swapped)
+
+
+@pytest.mark.parametrize("size", [64, weights._SUM_WORDS, weights._SUM_ROWS * weights._SUM_WORDS])
+def test_checksum_notices_swapped_tensors(size: int) -> None:
+    """Of any size: parts of a row, whole rows, whole parts of a bucket and whole buckets."""
+    a, b = torch.randn(size), torch.randn(size)
+    one, two = (torch.cat(pair).view(torch.uint8) for pair in ((a, b), (b, a)))
+    for bucket_bytes in (4 * size, 1 << 24):
+        assert checksum(one, bucket_bytes) != checksum(two, bucket_bytes)
 
 
 def test_meeting_over_a_store_takes_any_timeout() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-from tests.digits import Digits
-
 from losses import LossOutput, tb_vargrad
 from tasks.task import Problem
+from tests.digits import Digits
 from trajectory import Batch
 
 
