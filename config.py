@@ -23,6 +23,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigTypeError, ValidationError
 
+import weights_vllm
 from comm import ClusterConfig, Ranks
 from engine import EngineConfig, check_engine
 from evaluate import EvalConfig
@@ -134,7 +135,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
     _one_of("cluster.device", cfg.cluster.device, ("auto", "cpu", "cuda"))
     _one_of("searcher.update", cfg.searcher["update"], ("inflight", "between"))
     _one_of("engine.kv_after_update", cfg.engine.kv_after_update, ("recompute", "keep"))
-    _one_of("weights.backend", cfg.weights.backend, ("auto", "gloo", "nccl"))
+    _one_of("weights.backend", cfg.weights.backend, ("auto", "gloo", "nccl", "vllm_nccl"))
     _one_of("trainer.lr.kind", cfg.trainer.lr.kind, ("wsd", "linear", "constant"))
     _positive(
         cfg,
@@ -146,6 +147,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "trainer.tokens_per_micro_batch",
         "trainer.logprobs.chunk_tokens",
         "trainer.logprobs.chunk_vocabulary",
+        "searcher.tp",
         "searcher.responses_per_prompt",
         "searcher.prompts_in_flight",
         "searcher.temperature",
@@ -283,6 +285,43 @@ def _check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
             f"cluster.trainers={cfg.cluster.trainers} leaves no searcher among {ranks.world_size} "
             f"ranks: set it to {ranks.world_size - 1} or less, or start more ranks"
         )
+    if cfg.searcher.tp > 1:
+        _check_tensor_parallel(cfg, ranks)
+    if cfg.weights.backend == weights_vllm.BACKEND:
+        _check_vllm_transfer(cfg, ranks)
+
+
+def _check_tensor_parallel(cfg: DictConfig, ranks: Ranks) -> None:
+    """Searchers of several ranks: whole ones, each on one node."""
+    tp, trainers, world_size = cfg.searcher.tp, cfg.cluster.trainers, ranks.world_size
+    if cfg.engine.name != "vllm":
+        raise ValueError(f"searcher.tp={tp} needs engine=vllm: transformers runs on one device")
+    if world_size == 1:
+        raise ValueError(
+            f"searcher.tp={tp} needs a rank for each device: run `torchrun "
+            f"--nproc_per_node={1 + tp} train.py ...`, or set searcher.tp=1"
+        )
+    if (world_size - trainers) % tp:
+        raise ValueError(
+            f"searcher.tp={tp}: the {world_size - trainers} ranks beside cluster.trainers="
+            f"{trainers} can't be shared out in searchers of {tp}: start "
+            f"{trainers + max((world_size - trainers) // tp, 1) * tp} ranks, or change "
+            "cluster.trainers"
+        )
+    for first in range(trainers, world_size, tp):
+        last, per_node = first + tp - 1, ranks.local_world_size
+        if first // per_node != last // per_node:
+            raise ValueError(
+                f"searcher.tp={tp}: ranks {first} to {last} of {ranks.name(first)} are not on one "
+                f"node of {per_node} ranks: make cluster.trainers and --nproc_per_node multiples "
+                f"of {tp}"
+            )
+
+
+def _check_vllm_transfer(cfg: DictConfig, ranks: Ranks) -> None:
+    if cfg.engine.name != "vllm" or ranks.world_size == 1:
+        what = "engine=vllm" if cfg.engine.name != "vllm" else "a searcher on another GPU"
+        raise ValueError(f"weights.backend={cfg.weights.backend} needs {what}: set it to auto")
 
 
 def _check_exploration(cfg: DictConfig) -> None:

@@ -44,6 +44,7 @@ from transformers import (
 )
 
 import model as modeling
+import weights_vllm
 from weights import Receiver, TensorSpec, WeightUpdate, manifest
 
 logger = logging.getLogger("tba")
@@ -120,12 +121,20 @@ class EngineOptions:
     dtype: torch.dtype
     device: torch.device
     seed: int
-    cores: Sequence[int] = ()  # CPU cores of this rank; empty: unpinned
+    tp: int = 1  # devices that share the model: this one and those that follow it
+    vllm_transfer: bool = False  # weights come by vLLM's own transfer engine (weights_vllm.py)
+    cores: Sequence[int] = ()  # CPU cores of all its ranks, in their order; empty: unpinned
     port: int = _FIRST_PORT
     trust_remote_code: bool = False
     # Where responses are sampled from other distributions, too: the temperature of the policy,
     # under which their `old_logprobs` are.
     policy_temperature: float | None = None
+
+    @property
+    def worker_cores(self) -> list[list[int]]:
+        """Each device's share of the cores."""
+        share = len(self.cores) // self.tp
+        return [list(self.cores[i * share : (i + 1) * share]) for i in range(self.tp)]
 
     def explores(self, sampling: Sampling) -> bool:
         """Whether its responses need `old_logprobs` of their own."""
@@ -152,6 +161,21 @@ def check_engine(name: str) -> None:
         raise ValueError(f"engine.name={name!r}: choose vllm or hf")
     if name == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ValueError("engine=vllm, but vLLM is not installed: run `make setup`, or engine=hf")
+
+
+def check_heads(path: str, tp: int, *, trust_remote_code: bool = False) -> None:
+    """Raises ValueError if the model's attention heads can't be shared out over `tp` devices."""
+    heads = modeling.attention_heads(path, trust_remote_code=trust_remote_code)
+    if heads is None:
+        return
+    queries, keys = heads
+    # where there are fewer heads of keys than devices, vLLM copies them
+    fit = [n for n in range(1, queries + 1) if queries % n == 0 and 0 in (keys % n, n % keys)]
+    if tp not in fit:
+        raise ValueError(
+            f"searcher.tp={tp} does not fit the model's {queries} attention heads ({keys} of keys "
+            f"and values): choose one of {', '.join(map(str, fit))}"
+        )
 
 
 def make_engine(cfg: EngineConfig, options: EngineOptions) -> VLLMEngine | HFEngine:
@@ -200,6 +224,7 @@ class VLLMEngine:
         self._looked_at = 0.0  # time.monotonic() of the last look at stragglers, and at weights
         self._polled_at = 0.0
         self._has_update = False
+        self._transfer: weights_vllm.TransferEnd | None = None  # in place of the workers' receivers
         on_gpu = options.device.type == "cuda"
         resource_tracker.ensure_running()  # Python's own child, not to be ended with the engine
         before = _child_pids()
@@ -224,6 +249,8 @@ class VLLMEngine:
                 # vLLM scores a sequence only where a token more would fit; it is never computed on
                 max_model_len=options.max_model_len + 1,
                 max_num_seqs=cfg.max_num_seqs,
+                tensor_parallel_size=options.tp,
+                distributed_executor_backend="mp" if options.tp > 1 else None,
                 seed=options.seed,
                 enforce_eager=cfg.enforce_eager,
                 enable_prefix_caching=cfg.prefix_caching,
@@ -234,12 +261,17 @@ class VLLMEngine:
                 kv_cache_memory_bytes=None if on_gpu else int(cfg.kv_cache_gb * 2**30),
                 logprobs_mode="processed_logprobs",
                 worker_extension_cls="weights.EngineWeights",
+                weight_transfer_config=weights_vllm.engine_config()
+                if options.vllm_transfer
+                else None,
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
             )
         self._pids = _with_descendants(_child_pids() - before)
         self._llm.llm_engine.set_weight_version(str(self._version))
-        self._llm.collective_rpc("tba_start", args=(os.getpid(), options.policy_temperature))
+        self._worker_pids: list[int] = self._llm.collective_rpc(
+            "tba_start", args=(os.getpid(), options.policy_temperature)
+        )
         if options.policy_temperature is not None:
             self._check_old_logprobs(options.policy_temperature)
 
@@ -437,6 +469,9 @@ class VLLMEngine:
 
     def join_weights(self, **options: Any) -> None:
         """Starts receiving weights; `options` are the keywords of `weights.Receiver`."""
+        if self._options.vllm_transfer:
+            self._transfer = weights_vllm.TransferEnd(self._llm, tp=self._options.tp, **options)
+            return
         expected = [
             asdict(spec)
             for spec in expected_manifest(
@@ -449,13 +484,15 @@ class VLLMEngine:
         """Loads the newest weights that have come, if any (see `weights.Receiver.take`)."""
         if wait_for is None and not self.has_update():
             return None
+        if self._options.tp > 1 and self._transfer is None:
+            wait_for = self._agree(wait_for, timeout_s)
         core = self._llm.llm_engine.engine_core
         frozen = bool(self._under_way)
         if frozen:  # returns when the step under way has ended, and its tokens are on their way
             core.call_utility("pause_scheduler", "keep", False)
         paused = time.monotonic()
         try:
-            found = self._llm.collective_rpc("tba_take", args=(wait_for, timeout_s))[0]
+            found = self._take(wait_for, timeout_s)
             self._has_update = False
             if found is None:
                 return None
@@ -469,22 +506,70 @@ class VLLMEngine:
                 core.call_utility("resume_scheduler")
         return WeightUpdate(**found, stall_s=time.monotonic() - paused)
 
+    def _take(self, wait_for: int | None, timeout_s: float) -> dict[str, Any] | None:
+        """Loads the weights on every worker; the fields of `WeightUpdate`, but `stall_s`."""
+        if self._transfer is not None:
+            return self._transfer.take(wait_for=wait_for, timeout_s=timeout_s)
+        loaded = self._llm.collective_rpc("tba_take", args=(wait_for, timeout_s))
+        found = loaded[0]
+        if found is not None:
+            assert {update["version"] for update in loaded} == {found["version"]}
+            found["load_s"] = max(update["load_s"] for update in loaded)
+        return found
+
+    def _agree(self, wait_for: int | None, timeout_s: float) -> int:
+        """A version that every worker of the engine holds, complete, until it is taken.
+
+        Each worker receives by itself, so that one may hold version 5 when another has 6 already,
+        or has given up 5 for a 6 that is still coming. Each keeps what it has, or is to have next,
+        and says which; those behind the newest of these are then asked for that one. Every version
+        comes to every worker, in order: none misses it, and none goes beyond. The engine decodes
+        on meanwhile.
+
+        Args:
+            wait_for: the oldest version that will do, if no pinned one comes before it.
+            timeout_s: what `wait_for` may take to come.
+
+        Raises:
+            RuntimeError: receiving failed, or took too long.
+        """
+        deadline = time.monotonic() + timeout_s
+        wanted = wait_for or 0
+        while True:
+            versions, complete = zip(
+                *self._llm.collective_rpc("tba_hold", args=(wanted,)), strict=True
+            )
+            newest = max(versions)
+            if all(complete) and min(versions) == newest:
+                return newest
+            wanted = max(wanted, newest)
+            if wait_for is not None and time.monotonic() > deadline:
+                raise RuntimeError(f"version {wait_for} has not come within {timeout_s:.0f} s")
+            time.sleep(_POLL_PERIOD_S)
+
     def has_update(self) -> bool:
         """Whether weights have come that are not loaded; a yes may come a moment late."""
         now = time.monotonic()
         if not self._has_update and now - self._polled_at >= _POLL_PERIOD_S:
             self._polled_at = now
-            self._has_update = self._llm.collective_rpc("tba_staged")[0] >= 0
+            if self._transfer is not None:
+                self._has_update = self._transfer.offered()
+            else:
+                self._has_update = min(self._llm.collective_rpc("tba_staged")) >= 0
         return self._has_update
 
     def leave_weights(self) -> None:
         """Waits for the publisher's closing message."""
-        self._llm.collective_rpc("tba_leave")
+        if self._transfer is not None:
+            self._transfer.leave()
+        else:
+            self._llm.collective_rpc("tba_leave")
 
     def pin(self, cores: Sequence[int]) -> None:
-        """Keeps the engine's processes on this rank's cores (CPU)."""
+        """Keeps the engine's processes on `cores`, of several workers each on its share (CPU)."""
+        shares = dict(zip(self._worker_pids, self._options.worker_cores, strict=True))
         for pid in self._pids:
-            pin_process(pid, cores)
+            pin_process(pid, shares.get(pid) or cores)
 
     def close(self) -> None:
         """Ends the engine's processes."""
@@ -517,11 +602,14 @@ def _clean_environment(cfg: EngineConfig, options: EngineOptions) -> Iterator[No
     )
     if options.device.type == "cuda":
         visible = [d for d in saved.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-        index = options.device.index or 0
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
+        first = options.device.index or 0
+        devices = [visible[i] if visible else str(i) for i in range(first, first + options.tp)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     else:
         if options.cores:
-            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, options.cores))
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+                ",".join(map(str, cores)) for cores in options.worker_cores
+            )
         if cfg.enforce_eager:
             # vLLM compiles small pieces even in eager mode, with a C++ compiler: half a minute at
             # the first generation, and no faster afterwards

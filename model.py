@@ -151,6 +151,16 @@ def context_length(path: str, *, trust_remote_code: bool = False) -> int | None:
     return getattr(text_config, "max_position_embeddings", None)
 
 
+def attention_heads(path: str, *, trust_remote_code: bool = False) -> tuple[int, int] | None:
+    """Heads of queries, and of keys and values, in a layer; None: not in the config."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    text_config = config.get_text_config()
+    heads = getattr(text_config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return None
+    return heads, getattr(text_config, "num_key_value_heads", None) or heads
+
+
 def empty_model(path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model's module tree without memory (meta device): names and shapes of its weights."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -58,8 +58,10 @@ class ExploreConfig:
 
 @dataclass
 class SearcherConfig:
-    """What is generated."""
+    """What is generated, and by how many devices."""
 
+    # Ranks of a searcher: its engine is spread over their devices (tensor parallelism); vllm only
+    tp: int = 1
     responses_per_prompt: int = 20  # S, at least trainer.responses_per_prompt
     prompts_in_flight: int = 32  # prompts under way at once; mode=sync derives its own
     # When new weights are loaded: inflight, in the middle of generations | between, when what is

@@ -48,10 +48,11 @@ from transformers.utils.logging import disable_progress_bar
 import config
 import model as modeling
 import offline
+import weights_vllm
 from accounting import make_accounting
 from buffer import Buffer, Group
 from comm import Channel, Control, Ranks, broadcast_text, init_world, ranks_from_environment
-from engine import EngineOptions, HFEngine, engine_port, make_engine, pin_process
+from engine import EngineOptions, HFEngine, check_heads, engine_port, make_engine, pin_process
 from gradient import make_batch, step_stats
 from lora import add_adapters
 from metrics import IdleClock, Metrics, setup_logging
@@ -135,7 +136,11 @@ class Setup:
 
 def run(cfg: DictConfig, *, started: float) -> None:
     """One rank's whole life."""
-    ranks = ranks_from_environment(cfg.cluster.trainers, searching=cfg.mode != "offline")
+    ranks = ranks_from_environment(
+        cfg.cluster.trainers,
+        searching=cfg.mode != "offline",
+        tp=max(cfg.searcher.tp, 1),  # checked below
+    )
     logger = setup_logging(ranks.name())
     disable_progress_bar()  # transformers' own, one a rank
     config.validate(cfg, ranks)
@@ -204,6 +209,11 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
         UserError: a model, file or limit that does not fit, with the key to change.
     """
     device = pick_device(cfg, ranks)
+    if cfg.weights.backend == weights_vllm.BACKEND:
+        try:
+            weights_vllm.check_device(device)
+        except ValueError as error:
+            raise config.UserError(str(error)) from error
     attention = cfg.trainer.packing.attention
     if device.type == "cpu" and attention in ("flex", "varlen"):
         raise config.UserError(
@@ -225,6 +235,7 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
         held_out = held_out[: cfg.eval.num_problems]
         held_out, held_out_tokens = fit(cfg, tokenizer, task, held_out, "held-out")
         config.check_num_problems(cfg, ranks, len(problems))
+        check_heads(path, ranks.tp, trust_remote_code=trust)
         max_model_len = config.check_lengths(
             cfg,
             [*prompt_tokens, *held_out_tokens],
@@ -235,7 +246,7 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
     except ValueError as error:
         raise config.UserError(str(error)) from error
     if cores:
-        torch.set_num_threads(len(cores))
+        torch.set_num_threads(len(set(cores)))
     return Setup(
         cfg=cfg,
         ranks=ranks,
@@ -303,7 +314,8 @@ def pick_device(cfg: DictConfig, ranks: Ranks) -> torch.device:
             "(--nproc_per_node), or set cluster.device=cpu"
         )
     device = torch.device("cuda", ranks.local_rank)
-    torch.cuda.set_device(device)
+    if not ranks.is_companion:  # the memory of a companion's device is all the engine's
+        torch.cuda.set_device(device)
     return device
 
 
@@ -377,8 +389,11 @@ def run_online(
     elif ranks.is_trainer:
         parts = build_trainer(setup, control, channel, run_dir, trainers, gathering)
         run_trainer(setup, parts)
+    elif ranks.is_companion:
+        control.wait_for(f"the end of searcher {ranks.searcher_index}")
     else:
         run_searcher(setup, build_searcher(setup, control, channel))
+        control.announce(f"the end of searcher {ranks.searcher_index}")
 
 
 def build_trainer(
@@ -418,19 +433,7 @@ def build_trainer(
     )
     lead = ranks.rank == 0
     publisher = (
-        Publisher(
-            policy,
-            host=control.host,
-            port=control.port,
-            num_workers=ranks.num_searchers,
-            dtype=setup.engine_dtype,
-            backend=setup.weights_backend,
-            bucket_bytes=cfg.weights.bucket_mb << 20,
-            timeout_s=cfg.cluster.timeout_s,
-            meeting_timeout_s=cfg.cluster.startup_timeout_s,
-            trainers=sharing,
-            gathering=gathering,
-        )
+        make_publisher(setup, control, policy, sharing, gathering)
         if (lead or setup.sharded) and channel is not None
         else None
     )
@@ -473,6 +476,35 @@ def build_trainer(
         writer=make_writer(setup, run_dir) if channel is not None else None,
         evaluator=make_evaluator(setup, control, policy) if channel is None else None,
     )
+
+
+def make_publisher(
+    setup: Setup,
+    control: Control,
+    policy: PreTrainedModel,
+    trainers: dist.ProcessGroup | None,
+    gathering: dist.ProcessGroup | None,
+) -> Publisher:
+    """This trainer's end of the way to the engines.
+
+    Args:
+        trainers: those that share the policy; None: it is whole.
+        gathering: the same, for the publishers' threads.
+    """
+    cfg, ranks = setup.cfg, setup.ranks
+    options: dict[str, Any] = {
+        "host": control.host,
+        "port": control.port,
+        "num_workers": ranks.num_searchers * ranks.tp,
+        "dtype": setup.engine_dtype,
+        "bucket_bytes": cfg.weights.bucket_mb << 20,
+        "timeout_s": cfg.cluster.timeout_s,
+        "meeting_timeout_s": cfg.cluster.startup_timeout_s,
+    }
+    if setup.weights_backend == weights_vllm.BACKEND:
+        return weights_vllm.VLLMPublisher(policy, num_engines=ranks.num_searchers, **options)
+    options |= {"trainers": trainers, "gathering": gathering}
+    return Publisher(policy, backend=setup.weights_backend, **options)
 
 
 def make_recency(setup: Setup) -> Callable[[int], float]:
@@ -672,6 +704,8 @@ def engine_options(setup: Setup) -> EngineOptions:
         dtype=setup.engine_dtype,
         device=setup.device,
         seed=cfg.seed * 10_007 + 1 + ranks.searcher_index,
+        tp=ranks.tp,
+        vllm_transfer=setup.weights_backend == weights_vllm.BACKEND,
         cores=setup.cores,
         port=engine_port(ranks.local_rank, job),
         trust_remote_code=cfg.model.trust_remote_code,
@@ -703,8 +737,8 @@ def build_searcher(setup: Setup, control: Control, channel: Channel) -> Searcher
     engine.join_weights(
         host=control.host,
         port=control.port,
-        rank=1 + ranks.searcher_index,
-        size=1 + ranks.num_searchers,
+        rank=1 + ranks.searcher_index * ranks.tp,
+        size=1 + ranks.num_searchers * ranks.tp,
         backend=setup.weights_backend,
         bucket_bytes=cfg.weights.bucket_mb << 20,
         timeout_s=cfg.cluster.startup_timeout_s,

@@ -49,7 +49,9 @@ class WeightsConfig:
     """How parameters travel from trainer 0 to the engines."""
 
     bucket_mb: int = 64  # one broadcast moves at most this much
-    backend: str = "auto"  # auto | gloo | nccl; auto: nccl where trainer and engines use GPUs
+    # auto | gloo | nccl | vllm_nccl (vLLM's own transfer, see weights_vllm.py); auto: nccl where
+    # trainer and engines use GPUs
+    backend: str = "auto"
     probe_every: int = 10  # every n-th version is checked end to end by log-probs of fixed prompts
     max_logprob_gap: float = 0.5  # nats a token; a larger mean gap at a probe ends the job
 
@@ -597,7 +599,7 @@ class WeightUpdate:
     stall_s: float = 0.0  # seconds in which the engine decoded nothing because of it
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Staged:
     """A complete version that is ready to be loaded."""
 
@@ -612,9 +614,9 @@ class Receiver:
 
     Consumes: broadcasts, in its thread, into one of two buffers while the other holds a complete
     version. Produces: loaded weights, at `take`. A complete version replaces one that was not
-    loaded yet, unless that one is pinned. Waits for: the thread waits before it overwrites a pinned
-    version that was not loaded yet. Ends: the publisher's closing header. An error in the thread is
-    raised by the next `take` or `staged_version`.
+    loaded yet, unless that one is pinned or held. Waits for: the thread waits before it overwrites
+    a pinned or held version that was not loaded yet. Ends: the publisher's closing header. An error
+    in the thread is raised by the next `take`, `hold` or `staged_version`.
     Memory: two flat buffers of all weights in the engine's dtype, on the engine's device where the
     weights travel by NCCL, else in host memory.
     """
@@ -638,7 +640,9 @@ class Receiver:
         self._wire_device = device if backend == "nccl" else torch.device("cpu")
         self._bucket_bytes = bucket_bytes
         self._buffers: list[torch.Tensor] = []  # those that hold nothing
-        self._staged: list[_Staged] = []  # in version order; all but the last are pinned
+        self._staged: list[_Staged] = []  # in version order; all but the last are kept
+        self._coming = -1  # version that is being received
+        self._hold: int | None = None  # this version, or a newer one, is kept until it is taken
         self._error: BaseException | None = None
         self._condition = threading.Condition()
         self._address = (host, port, rank, size)
@@ -656,6 +660,31 @@ class Receiver:
         with self._condition:
             self._check()
             return self._staged[0].version if self._staged else -1
+
+    def hold(self, version: int) -> tuple[int, bool]:
+        """From now on a complete version that is `version` or newer is kept until it is taken.
+
+        Returns:
+            The version that is kept and True; or the one that is being received, -1 if there is
+            none, and False. A pinned version is kept in any case.
+
+        Raises:
+            RuntimeError: receiving failed.
+        """
+        with self._condition:
+            self._check()
+            self._hold = version
+            given_up = [s for s in self._staged[:-1] if not self._is_kept(s)]
+            self._staged = [s for s in self._staged if s not in given_up]
+            self._buffers += [s.flat for s in given_up]
+            self._condition.notify_all()
+            if self._staged and self._is_kept(self._staged[0]):
+                return self._staged[0].version, True
+            return self._coming, False
+
+    def _is_kept(self, staged: _Staged) -> bool:
+        """Whether it may not be given up for a newer version."""
+        return staged.flags != 0 or (self._hold is not None and staged.version >= self._hold)
 
     def take(self, *, wait_for: int | None = None, timeout_s: float = 0.0) -> WeightUpdate | None:
         """Loads the newest complete version, or an older pinned one; None at once if there is none.
@@ -686,7 +715,7 @@ class Receiver:
         if self._wire_device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the thread writes on a stream of its own
         with self._condition:
-            self.version = staged.version
+            self.version, self._hold = staged.version, None
             self._buffers.append(staged.flat)
             self._condition.notify_all()
         return WeightUpdate(
@@ -734,7 +763,7 @@ class Receiver:
         if version == _CLOSE:
             return False
         meta = json.loads(_receive_text(group, text_bytes))
-        flat = self._free_buffer()
+        flat = self._free_buffer(version)
         received = self._receive_flat(group, flat)
         (sent,) = _receive_numbers(group, 1)
         if received != sent:
@@ -742,17 +771,19 @@ class Receiver:
                 f"checksum of version {version} is {received}, the trainer's is {sent}"
             )
         with self._condition:
-            self._buffers += [staged.flat for staged in self._staged if not staged.flags]
-            self._staged = [staged for staged in self._staged if staged.flags]
+            self._buffers += [staged.flat for staged in self._staged if not self._is_kept(staged)]
+            self._staged = [staged for staged in self._staged if self._is_kept(staged)]
             self._staged.append(_Staged(flat, version, flags, meta))
+            self._coming = -1
             self._condition.notify_all()
         return True
 
-    def _free_buffer(self) -> torch.Tensor:
+    def _free_buffer(self, version: int) -> torch.Tensor:
         """Memory for the next version; the last staged one is given up for it if need be."""
         with self._condition:
+            self._coming = version
             while not self._buffers:
-                if self._staged and not self._staged[-1].flags:
+                if self._staged and not self._is_kept(self._staged[-1]):
                     return self._staged.pop().flat
                 self._condition.wait()
             return self._buffers.pop()
@@ -785,12 +816,15 @@ class EngineWeights:
     `collective_rpc` and are prefixed to stay clear of the worker's own names.
     """
 
-    def tba_start(self, owner_pid: int, policy_temperature: float | None) -> None:
+    def tba_start(self, owner_pid: int, policy_temperature: float | None) -> int:
         """The first call to a worker: what must hold before anything is generated.
 
         Args:
             policy_temperature: of the log-probs that stand in second place wherever at least two
                 are asked for; None: that of the second most probable token, as in vLLM.
+
+        Returns:
+            The id of its process.
         """
         _die_with(owner_pid)
         worker: Any = self
@@ -800,6 +834,7 @@ class EngineWeights:
             # Linux kills a process (SIGILL) that uses Intel's AMX without having asked for it, as
             # vLLM's bfloat16 attention does; a large matrix product asks, but may come later.
             torch.cpu._init_amx()
+        return os.getpid()
 
     def tba_join(self, expected: list[dict], options: dict) -> None:
         """Starts the receiver; `options` are Receiver's keywords, `rank` that of TP worker 0."""
@@ -815,6 +850,10 @@ class EngineWeights:
     def tba_staged(self) -> int:
         """`Receiver.staged_version`."""
         return self._tba_receiver.staged_version
+
+    def tba_hold(self, version: int) -> tuple[int, bool]:
+        """`Receiver.hold`."""
+        return self._tba_receiver.hold(version)
 
     def tba_take(self, wait_for: int | None, timeout_s: float) -> dict | None:
         """`Receiver.take` as a plain dict."""

@@ -36,13 +36,14 @@ from metrics import setup_logging
 SECONDS = 15.0  # "within seconds", on a machine that does other things too
 
 
-def make_ranks(rank: int, world_size: int, trainers: int = 1) -> Ranks:
+def make_ranks(rank: int, world_size: int, trainers: int = 1, tp: int = 1) -> Ranks:
     return Ranks(
         rank=rank,
         world_size=world_size,
         local_rank=rank,
         local_world_size=world_size,
         num_trainers=trainers,
+        tp=tp,
     )
 
 
@@ -58,6 +59,53 @@ def test_roles_and_names():
     names = ["trainer 0", "trainer 1", "searcher 0", "searcher 1", "searcher 2"]
     assert [r.name() for r in ranks] == names
     assert [ranks[0].name(rank) for rank in range(5)] == names
+
+
+def test_a_searcher_of_several_ranks_is_one_searcher():
+    ranks = [make_ranks(rank, 6, trainers=2, tp=2) for rank in range(6)]
+    assert [r.is_trainer for r in ranks] == [True, True, False, False, False, False]
+    assert [r.is_searcher for r in ranks] == [False, False, True, False, True, False]
+    assert [r.is_companion for r in ranks] == [False, False, False, True, False, True]
+    assert [r.searcher_index for r in ranks[2:]] == [0, 0, 1, 1]
+    assert {r.num_searchers for r in ranks} == {2}
+    names = ["searcher 0", "searcher 0 (device 1)", "searcher 1", "searcher 1 (device 1)"]
+    assert [r.name() for r in ranks[2:]] == names
+    assert [ranks[0].name(rank) for rank in range(2, 6)] == names
+    assert not any(make_ranks(rank, 3).is_companion for rank in range(3))
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "cores"),
+    [(8, [[0, 1], [2, 3, 4, 5], [4, 5], [6, 7]]), (2, [[0], [1, 0], [0], [1]])],
+)
+def test_a_searcher_has_the_cores_of_all_its_ranks(monkeypatch, num_cores, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)), raising=False)
+    ranks = [make_ranks(0, 4), make_ranks(1, 4, tp=2), make_ranks(2, 4, tp=2), make_ranks(3, 4)]
+    assert [r.cores() for r in ranks] == cores
+
+
+def wait_for_the_end(rank: int, world_size: int) -> float:
+    """A companion that outwaits the watchdog."""
+    ranks = make_ranks(rank, world_size, tp=2)
+    control = Control.start(ranks, timeout_s=1.0, heartbeat_timeout_s=10.0, period_s=0.1)
+    start = time.monotonic()
+    if rank == 2:
+        control.wait_for("the end of searcher 0")
+    else:
+        for _ in range(15):
+            control.progress("working")
+            time.sleep(0.1)
+        if rank == 1:
+            control.announce("the end of searcher 0")
+    waited = time.monotonic() - start
+    dist.barrier()
+    control.close()
+    return waited
+
+
+def test_a_companion_waits_as_long_as_it_takes():
+    waited = run_ranks(wait_for_the_end, 3)
+    assert 1.4 < waited[2] < 10
 
 
 def test_a_world_of_one_plays_both_roles():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -251,6 +253,61 @@ MISTAKES = [
         ["task.long_prompts='cut'", "error, drop, truncate_left"],
     ),
 ]
+
+
+def tensor_parallel(trainers: int, tp: int, world_size: int, per_node: int) -> None:
+    cfg = composed(
+        "engine=vllm",
+        f"searcher.tp={tp}",
+        f"cluster.trainers={trainers}",
+        f"trainer.batch_size={20 * trainers}",
+    )
+    ranks = replace(make_ranks(0, world_size, trainers), local_world_size=per_node, tp=max(tp, 1))
+    config.validate(cfg, ranks)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "tp", "world_size", "per_node"),
+    [(1, 2, 3, 3), (2, 2, 8, 4), (4, 4, 16, 8), (1, 3, 4, 4), (3, 1, 8, 4), (1, 7, 8, 8)],
+)
+def test_searchers_of_several_ranks(monkeypatch, trainers, tp, world_size, per_node):
+    monkeypatch.setattr(config, "check_engine", lambda name: None)
+    tensor_parallel(trainers, tp, world_size, per_node)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "tp", "world_size", "per_node", "message"),
+    [
+        (1, 0, 2, 2, "searcher.tp=0 must be positive"),
+        (
+            1, 2, 4, 4,
+            "searcher.tp=2: the 3 ranks beside cluster.trainers=1 can't be shared out in "
+            "searchers of 2: start 3 ranks, or change cluster.trainers",
+        ),
+        (2, 4, 4, 4, "searchers of 4: start 6 ranks, or"),
+        (
+            1, 2, 9, 4,  # ranks 1 2 | 3 4 | 5 6 | 7 8
+            "searcher.tp=2: ranks 3 to 4 of searcher 1 are not on one node of 4 ranks: make "
+            "cluster.trainers and --nproc_per_node multiples of 2",
+        ),
+        (2, 2, 6, 3, "ranks 2 to 3 of searcher 0 are not on one node of 3 ranks"),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_make_searchers(monkeypatch, trainers, tp, world_size, per_node, message):
+    monkeypatch.setattr(config, "check_engine", lambda name: None)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tensor_parallel(trainers, tp, world_size, per_node)
+
+
+def test_several_devices_need_vllm_and_ranks():
+    assert complaint(composed("searcher.tp=2"), 3) == (
+        "searcher.tp=2 needs engine=vllm: transformers runs on one device"
+    )
+    one = complaint(composed("searcher.tp=2", "engine=vllm", "mode=sync"), 1)
+    assert one == (
+        "searcher.tp=2 needs a rank for each device: run `torchrun --nproc_per_node=3 train.py "
+        "...`, or set searcher.tp=1"
+    )
 
 
 @pytest.mark.parametrize(("overrides", "world_size", "fragments"), MISTAKES)

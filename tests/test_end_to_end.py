@@ -192,6 +192,20 @@ def test_vllm_run_learns_and_its_checkpoint_opens(tmp_path, random_model):
     assert tokenizer.decode(answer).isdigit()  # the policy that was trained, not the one before
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_searcher_of_two_devices_learns(tmp_path, random_model):
+    summary = learns(
+        tmp_path,
+        random_model,
+        3,
+        "searcher.tp=2",
+        "engine.kv_cache_gb=0.1",
+        "cluster.timeout_s=200",
+    )
+    assert summary["staleness_max"] >= 1
+
+
 def test_saved_trajectories_are_learned_from_without_a_searcher(tmp_path, random_model):
     """A run that explores, with a reference that moves, keeps its trajectories for others."""
     recorded = learns(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -401,17 +402,35 @@ def test_vllm_does_not_see_torchrun_and_nothing_stays_changed(
 
 
 @pytest.mark.parametrize(
-    ("visible", "index", "want"), [(None, 2, "2"), ("4,6", 1, "6"), ("GPU-a,GPU-b", 0, "GPU-a")]
+    ("visible", "index", "tp", "want"),
+    [
+        (None, 2, 1, "2"),
+        ("4,6", 1, 1, "6"),
+        ("GPU-a,GPU-b", 0, 1, "GPU-a"),
+        (None, 1, 3, "1,2,3"),
+        ("7,5,4,6", 2, 2, "4,6"),
+    ],
 )
-def test_vllm_sees_the_ranks_own_gpu(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, index: int, want: str
+def test_vllm_sees_the_ranks_own_gpus(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, index: int, tp: int, want: str
 ) -> None:
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with _clean_environment(EngineConfig(), options_on(torch.device("cuda", index))):
+    options = replace(options_on(torch.device("cuda", index)), tp=tp)
+    with _clean_environment(EngineConfig(), options):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == want
+
+
+@pytest.mark.parametrize(
+    ("cores", "want"), [((4, 5, 6, 7), "4,5|6,7"), ((1, 0), "1|0"), ((0, 0), "0|0")]
+)
+def test_each_worker_of_an_engine_has_its_share_of_the_cores(
+    cores: tuple[int, ...], want: str
+) -> None:
+    with _clean_environment(EngineConfig(), replace(options_on(CPU, cores=cores), tp=2)):
+        assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == want
 
 
 def test_check_engine_names_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,10 +79,16 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_llama(
-    folder: Path, *, tied: bool = True, max_length: int = MAX_LENGTH, seed: int = 0
+    folder: Path,
+    *,
+    tied: bool = True,
+    max_length: int = MAX_LENGTH,
+    heads: tuple[int, int] = (2, 1),
+    seed: int = 0,
 ) -> str:
-    """Llama with grouped-query attention."""
+    """Llama with grouped-query attention: `heads` of queries, and of keys and values."""
     options = {**_ROPE, "max_position_embeddings": max_length, "tie_word_embeddings": tied}
+    options["num_attention_heads"], options["num_key_value_heads"] = heads
     return save(LlamaConfig(**options), folder, seed=seed)
 
 
