@@ -607,7 +607,7 @@ def publish(
     if parts.publisher is None:
         return
     with parts.clock.busy("publish"):
-        meta: dict[str, Any] = {"published_at": time.time()}
+        meta: dict[str, Any] = {}
         if probe:
             with torch.no_grad(), uncompiled():
                 values = response_logprobs(

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,15 +76,27 @@ class Server:
             raise UserError(value)
         return value
 
-    def execute(self, overrides: list[str], logs: Sequence[Path], *, timeout_s: float) -> str:
+    def execute(
+        self,
+        overrides: list[str],
+        logs: Sequence[Path],
+        *,
+        timeout_s: float,
+        before: Callable[[], None] | None = None,
+    ) -> str:
         """One run, a process a log file; returns why it failed, or "" after a whole run.
 
         All its processes have ended afterwards, also where this raises KeyboardInterrupt.
+
+        Args:
+            before: called in each process before the run; it must be importable there.
         """
         port = _free_port()
         processes = [
             self._context.Process(
-                target=_rank, args=(rank, len(logs), port, overrides, str(log)), name=f"rank {rank}"
+                target=_rank,
+                args=(rank, len(logs), port, overrides, str(log), before),
+                name=f"rank {rank}",
             )
             for rank, log in enumerate(logs)
         ]
@@ -123,7 +135,14 @@ def _end(processes: Sequence[Any]) -> None:
             process.join()
 
 
-def _rank(rank: int, world_size: int, port: int, overrides: list[str], log: str) -> None:
+def _rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    overrides: list[str],
+    log: str,
+    before: Callable[[], None] | None,
+) -> None:
     """The life of one rank, in a process of its own."""
     started = time.monotonic()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -138,6 +157,17 @@ def _rank(rank: int, world_size: int, port: int, overrides: list[str], log: str)
         MASTER_PORT=str(port),
     )
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    if before is not None:
+        before()
+    run_rank(overrides, started=started)
+
+
+def run_rank(overrides: list[str], *, started: float) -> None:
+    """`train.run` as the rank that the environment says, with exit code 2 for a user's mistake.
+
+    Args:
+        started: time.monotonic() when the process began.
+    """
     from omegaconf import OmegaConf
 
     import train
