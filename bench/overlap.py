@@ -8,11 +8,11 @@ Every run is a job of `train.run` with 1 trainer and 1 searcher: the trainer com
 core, and channel, rewards, reference log-probs, buffer and broadcast are the real ones. Only the
 engine is a stand-in for GPUs of its own (`StubEngine`): it sleeps instead of decoding. It has a
 fixed number of slots, as many as a step has responses; a response takes one for its length times
-`seconds_per_token`, then the next in the queue takes it. Tokens and lengths are from a file:
-worked answers to word problems made from templates, one token a character
-(bench/data/word_problems); for the heavy tail they are cut and joined to lengths with p99 / p50 = 8. Their behavior log-probs are unknown (NaN): the objective,
-trajectory balance, reads none. Weights are received, checked, loaded and probed as in
-`engine.HFEngine`, at once, in the middle of the responses under way.
+`seconds_per_token`, then the next in the queue takes it. Tokens and lengths are from a file: worked
+answers to word problems made from templates, one token a character (bench/data/word_problems); for
+the heavy tail they are cut and joined to lengths with p99 / p50 = 8. Their behavior log-probs are
+unknown (NaN): the objective, trajectory balance, reads none. Weights are received, checked, loaded
+and probed as in `engine.HFEngine`, at once, in the middle of the responses under way.
 
 Arms: `sync` generates, trains and publishes in lock-step; `async` never waits, and is held to what
 lock-step does: each response is trained on once (trainer.max_reuse=1, K = S), so that equal trained
