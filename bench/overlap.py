@@ -308,9 +308,11 @@ def load_responses(path: str) -> list[np.ndarray]:
 def save_model(folder: Path, *, layers: int) -> Any:
     """A small random Llama that reads as long a sequence as the data has; its tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from sft import tiny_model, tiny_tokenizer
 
+    disable_progress_bar()
     tokenizer = tiny_tokenizer()
     config: LlamaConfig = tiny_model(tokenizer, seed=0).config
     config.num_hidden_layers = layers

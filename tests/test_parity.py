@@ -135,7 +135,7 @@ class Rig:
         self.publish()
         updates = [engine.update(wait_for=self.version, timeout_s=60) for engine in self.engines]
         assert [u.version for u in updates] == [self.version] * len(updates)
-        assert all(u.meta == {"version": self.version} for u in updates)
+        assert all(u.meta["version"] == self.version for u in updates)
         return updates
 
     def move(self, spread: float = 0.05) -> None:

@@ -31,7 +31,7 @@ from weights import Publisher, Receiver, _alive, manifest
 
 CPU = torch.device("cpu")
 TP = 2
-TOLERANCE = 2e-5  # nats a token, float32
+TOLERANCE = 1e-4  # nats a token, float32; other weights change log-probs by tenths
 
 
 def options(path: str, tp: int, **others: Any) -> EngineOptions:
@@ -262,7 +262,7 @@ def test_two_workers_are_one_engine(tmp_path: Path, tied: bool) -> None:
             scores = engine.score_responses(
                 [p[:2] for p in make_prompts()], [p[2:] for p in make_prompts()], temperature=1.3
             )
-            want = [tiny.plain_logprobs(policy, p[:2], p[2:], 1.3) for p in make_prompts()]
+            want = [tiny.plain_logprobs(policy, p[:2], p[2:], 1.3).detach() for p in make_prompts()]
             both = zip(scores, want, strict=True)
             gaps.append(max(float((torch.tensor(s) - w).abs().max()) for s, w in both))
             print(f"version {version}: largest gaps {gaps}, loaded in {update.load_s * 1e3:.0f} ms")
