@@ -378,6 +378,8 @@ class VLLMEngine:
             state = processor.request_states[internal]
             output = state.make_request_output([], None, self._abort, None)
             if output is not None:  # the last of its prompt
+                if state.parent_req is not None:
+                    processor.parent_requests.pop(state.parent_req.request_id, None)
                 self._finish(output)
         if cut:
             self._llm.llm_engine.abort_request(cut, internal=True)

@@ -63,7 +63,7 @@ OWN_KEYS = {  # set by the study: naming one as an override would make the table
     "trainer.batch_size": "--batch-size",
     "eval.every": "--eval-every",
     "eval.num_problems": "--num-problems",
-    "searcher.prompts_in_flight": "--prompts-per-call",
+    "searcher.prompts_in_flight": "--prompts-in-flight",
     "run.root": "--runs",
     "run.name": "--runs",
     "mode": "no option: the study is of asynchrony",
@@ -83,7 +83,7 @@ class Study:
     batch_size: int = 128  # responses a step
     eval_every: int = 64  # steps; held-out accuracy is measured where that is a publication
     num_problems: int = 256
-    prompts_in_flight: int = 16  # so few that at k = 1 a call's responses are but a few steps old
+    prompts_in_flight: int = 16  # so few that at k = 1 they are but a few steps old
     engine: str = "hf"
     overrides: tuple[str, ...] = ()
     runs: Path = Path("runs/staleness")
@@ -501,7 +501,7 @@ def report(
         f"Machine: {machine}; 1 trainer and 1 searcher, engine {study.engine}.",
         f"Settings: {study.steps} steps of {study.batch_size} responses, seeds "
         f"{', '.join(map(str, study.seeds))}, {study.num_problems} held-out problems, "
-        f"{study.prompts_in_flight} prompts a generation"
+        f"{study.prompts_in_flight} prompts in flight"
         + (f", overrides `{' '.join(study.overrides)}`." if study.overrides else "."),
         f"Runs of the grid: {sum(r.status == 'finished' for r in grid)} finished, "
         f"{sum(r.status == 'diverged' for r in grid)} diverged, "
@@ -933,7 +933,7 @@ def parse(argv: Sequence[str]) -> tuple[Study, argparse.Namespace]:
     add("--batch-size", type=int, default=default.batch_size, help="responses a step")
     add("--eval-every", type=int, default=default.eval_every, help="steps, multiple of every k")
     add("--num-problems", type=int, default=default.num_problems, help="held-out, <= task.num_test")
-    add("--prompts-per-call", type=int, default=default.prompts_in_flight, help="of the searcher")
+    add("--prompts-in-flight", type=int, default=default.prompts_in_flight, help="of the searcher")
     add("--engine", choices=("hf", "vllm"), default=default.engine, help="of the searcher")
     add("--out", type=Path, default=Path("experiments/results/staleness"), help="tables, figure")
     add("--runs", type=Path, default=default.runs, help="folder of the run folders")

@@ -227,7 +227,7 @@ def test_bound(gen, train, sync, bound):
 def test_figures_of_a_round():
     """Lock-step: 4 s of generation as it takes, 5.5 s of training, 0.5 of publication."""
     sync = window(wall_s=12.0, waiting_s=6.0, publish_s=0.5, tokens=1000.0)
-    ours = window(wall_s=8.8, waiting_s=0.8, tokens=1100.0, generated_tokens=1320.0)
+    ours = window(wall_s=8.8, waiting_s=0.8, tokens=1100.0, generated_tokens=1320.0, publish_s=1.0)
     stub = Stub(responses="", seconds_per_token=0.08)
     figures = compare(sync, ours, stub, slots=16)
     assert figures["gen_s"] == pytest.approx(1100 * 0.08 / 16)  # 5.5
@@ -238,6 +238,9 @@ def test_figures_of_a_round():
     assert figures["sync_over_async"] == pytest.approx(12.0 * 1.1 / 8.8)
     assert figures["async_trainer_idle"] == pytest.approx(0.8 / 8.8)
     assert figures["async_slots_idle"] == pytest.approx(1 - 1320 * 0.08 / 16 / 8.8)
+    # a lock-step run that something slowed down says nothing of what training takes
+    held_up = compare(window(wall_s=30.0, publish_s=3.0), ours, stub, slots=16)
+    assert (held_up["train_s"], held_up["sync_s"]) == (pytest.approx(7.0), pytest.approx(1.0))
     slow = Stub(responses="", seconds_per_token=0.12)
     assert compare(sync, ours, slow, slots=16)["bound_s"] == pytest.approx(8.25)
 

@@ -446,7 +446,7 @@ def test_a_real_study_runs_and_a_bad_run_is_noted(tmp_path, capfd, keep_sigterm)
     tokenizer.save_pretrained(model)
     argv = ["--objectives", "tb_vargrad", "rloo", "--k", "1", "--m", "0.5", "--seeds", "0"]
     argv += ["--learning-rates", "1e-4", "--steps", "2", "--eval-every", "1", "--batch-size", "16"]
-    argv += ["--num-problems", "8", "--prompts-per-call", "4"]
+    argv += ["--num-problems", "8", "--prompts-in-flight", "4"]
     argv += ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     argv += ["model.build=null", f"model.path={model}", "buffer.initial_trajectories=16"]
     assert staleness.main([*argv, "--plan"]) == 0
