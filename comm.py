@@ -464,6 +464,7 @@ class Channel:
         self.ranks = ranks
         self._max_outstanding = max_outstanding
         self._outstanding: deque[tuple[dist.Work, torch.Tensor, int]] = deque()
+        self.waited_s = 0.0  # in which `send` and `flush` waited for messages to leave
         self._arrived: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._on_error = on_error or (lambda reason: None)
         self._thread: threading.Thread | None = None
@@ -534,10 +535,13 @@ class Channel:
 
     def _wait_for_oldest(self) -> None:
         work, _, trainer = self._outstanding.popleft()
+        begun = time.monotonic()
         try:
             work.wait()
         except RuntimeError as error:
             raise RuntimeError(self._lost(trainer, error)) from error
+        finally:
+            self.waited_s += time.monotonic() - begun
 
     def _lost(self, trainer: int, error: Exception) -> str:
         return f"lost {self.ranks.name(trainer)} (rank {trainer}) while sending to it: {error}"

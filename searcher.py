@@ -481,9 +481,12 @@ def send(
         "idle_s": parts.clock.seconds(),
     }
     parts.control.progress("sending trajectories")
+    begun, waited_s = time.monotonic(), parts.channel.waited_s
     with parts.clock.waiting("channel"):
         for trainer in range(num_trainers):
             part = [t for t in made if t.prompt_id % num_trainers == trainer]
             if part:
                 parts.channel.send(trainer, Kind.TRAJECTORIES, pack(part))
             parts.channel.send(trainer, Kind.REPORT, report)
+    waited_s = parts.channel.waited_s - waited_s
+    parts.clock.count_as_work("channel", time.monotonic() - begun - waited_s)

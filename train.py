@@ -769,12 +769,13 @@ def build_searcher(setup: Setup, control: Control, channel: Channel) -> Searcher
 
 def run_searcher(setup: Setup, parts: SearcherParts) -> None:
     """Searches until the final version, then closes the engine."""
+    cfg: Any = OmegaConf.to_object(setup.cfg.searcher)  # plain: it is read for every prompt
     search(
-        setup.cfg.searcher,
+        cfg,
         parts,
         prompts_in_flight=config.prompts_in_flight(setup.cfg, setup.ranks),
         lockstep=setup.lockstep,
-        between=setup.cfg.searcher["update"] == "between",  # DictConfig has an `update`
+        between=cfg.update == "between",
     )
     parts.control.progress("closing the engine")
     parts.scorer.close()

@@ -58,7 +58,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "model": "tiny",
         "engine": "vllm",
         "trainer.batch_size": 512,
-        "trainer.steps": 160,
         "eval.every": 20,
         # Momentum makes an optimizer overshoot on gradients of samples a few steps old; lock-step
         # learns as fast with less of it.
@@ -68,10 +67,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "buffer.initial_trajectories": 512,
         "run.rollouts_every": 0,
     },
-    "sync": {},
+    "sync": {"trainer.steps": 140},
     "async": {
+        "trainer.steps": 220,
         "buffer.recency_prob": 1.0,
-        "buffer.max_staleness": 3,
+        "buffer.max_staleness": 4,
         "searcher.prompts_in_flight": 32,
         "searcher.score_every_s": 0.05,
         "engine.kv_after_update": "keep",  # the objective reads no behavior log-probs

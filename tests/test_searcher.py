@@ -135,6 +135,7 @@ class Control:
 @dataclass
 class Channel:
     sent: list[tuple[int, Kind, Any]] = field(default_factory=list)
+    waited_s: float = 0.0
 
     def send(self, trainer: int, kind: Kind, payload: Any) -> None:
         self.sent.append((trainer, kind, payload))
