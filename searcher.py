@@ -415,7 +415,8 @@ def ship(parts: SearcherParts, groups: Groups, version: int, *, everything: bool
         with parts.clock.waiting("rewards"):
             scored = parts.scorer.collect(scoring.scores, on_progress=parts.control.alive)
         waiting.remove(scoring)
-        send(parts, trajectories(parts, scoring, scored), scored, version)
+        cut = sum(c.timed_out for group in scoring.groups for c in group.completions)
+        send(parts, trajectories(parts, scoring, scored), scored, version, num_cut=cut)
 
 
 def trajectories(
@@ -469,14 +470,22 @@ def send(
     made: Sequence[Trajectory],
     scored: Sequence[Scored],
     version: int,
+    *,
+    num_cut: int,
 ) -> None:
-    """Sends each trajectory to the trainer of its prompt, then this searcher's counters to all."""
+    """Sends each trajectory to the trainer of its prompt, then this searcher's counters to all.
+
+    Args:
+        version: of the weights that the engine holds.
+        num_cut: responses among them that the time limit has ended.
+    """
     num_trainers = parts.ranks.num_trainers
     report = {
         "round": version,
         "generated": len(made),
         "generated_tokens": sum(len(t.response_tokens) for t in made),
         "outcomes": dict(Counter(result.status for result in scored)),
+        "cut": num_cut,
         "idle_fraction": parts.clock.fraction(),
         "idle_s": parts.clock.seconds(),
     }

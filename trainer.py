@@ -194,6 +194,7 @@ class Arrivals:
     lengths: list[int] = field(default_factory=list)
     truncated: list[bool] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)  # `Scored.status`, of all searchers
+    num_cut: int = 0  # responses that searcher.max_response_seconds has ended, of all searchers
     rounds: dict[int, int] = field(
         default_factory=dict
     )  # searcher rank -> version it last finished
@@ -288,6 +289,7 @@ def take_report(arrivals: Arrivals, source: int, values: Mapping[str, Any]) -> N
         arrivals.generated += values["generated"]
         arrivals.generated_tokens += values["generated_tokens"]
         arrivals.outcomes.update(values["outcomes"])
+        arrivals.num_cut += values["cut"]
         arrivals.idle[source] = values["idle_fraction"]
         arrivals.idle_s[source] = values["idle_s"]
     for name in ("load_s", "stall_s", "step_to_token_s"):
@@ -679,6 +681,7 @@ def report(
         parts.arrivals.outcomes,
     ):
         recent.clear()
+    parts.arrivals.num_cut = 0
 
 
 def arrival_metrics(arrivals: Arrivals) -> dict[str, float]:
@@ -695,6 +698,7 @@ def arrival_metrics(arrivals: Arrivals) -> dict[str, float]:
         for status in FAILURES:
             share = arrivals.outcomes[status] / arrivals.outcomes.total()
             metrics[f"reward/{status}_fraction"] = share
+        metrics["reward/cut_fraction"] = arrivals.num_cut / arrivals.outcomes.total()
     if arrivals.idle:
         metrics["time/searcher_idle_fraction"] = float(np.mean(list(arrivals.idle.values())))
         for reason in sorted({r for seconds in arrivals.idle_s.values() for r in seconds}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import time
 from concurrent.futures import Future
@@ -380,6 +381,20 @@ def test_groups_are_scored_together_when_they_fill_a_micro_batch(tiny_llama: str
     )
     search(cfg, parts, prompts_in_flight=1)
     assert reports(parts, "generated") == [8, 8]
+
+
+def test_responses_that_the_time_limit_ended_are_counted(tiny_llama: str) -> None:
+    class Late(RecordingEngine):
+        def completions(self, key: int) -> list[Completion]:
+            assert self.begun[key][0].max_seconds == 3.0
+            first, *others = super().completions(key)
+            return [dataclasses.replace(first, truncated=True, timed_out=True), *others]
+
+    parts = make_parts(tiny_llama, Late(last=1), reference=None)
+    cfg = SearcherConfig(responses_per_prompt=2, temperature=0.7, max_response_seconds=3.0)
+    search(cfg, parts, prompts_in_flight=4)
+    assert reports(parts, "cut") == [4]
+    assert sum(t.truncated for t in shipped(parts)) == 4
 
 
 def test_seconds_from_step_to_first_token_are_reported_once(tiny_llama: str) -> None:
