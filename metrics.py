@@ -36,7 +36,7 @@ METRICS: dict[str, str] = {
     "reward/<part>": "mean of one named part of that reward",
     "reward/drawn_mean": "mean reward of the responses drawn for this step",
     "reward/response_tokens_mean": "mean length of the responses that arrived, tokens",
-    "reward/truncated_fraction": "share of the responses that arrived cut by a limit of length or time",
+    "reward/truncated_fraction": "share of the responses that arrived cut by length or time",
     "reward/cut_fraction": "share of them that searcher.max_response_seconds has ended",
     "reward/unparsed_fraction": "share of the responses scored in which the task found no answer",
     "reward/timeout_fraction": "share whose scoring took longer than rewards.time_limit_s",
