@@ -32,7 +32,8 @@ for host in ${SLURM_JOB_NODELIST//,/ }; do
   pids+=($!) node=$((node + 1))
 done
 code=0
-for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+# a signal ends a wait, not what is waited for: once more
+for pid in "${pids[@]}"; do wait "$pid" || wait "$pid" || code=$?; done
 exit $code
 """
 SLOW_TO_END = """#!/usr/bin/env bash
