@@ -133,22 +133,23 @@ def plan(
         steps: optimizer steps of every run; None: as in `settings`.
         extra: overrides of every run, which come last.
     """
+    others = [o for o in dict.fromkeys([*BEST["sync"], *BEST["async"]]) if o not in SAME]
     runs = []
-    for number, seed in enumerate(seeds):
-        objectives = list(dict.fromkeys([*SAME, *BEST["sync"], *BEST["async"]]))
-        for objective in objectives:
-            for mode in MODES if number % 2 == 0 else MODES[::-1]:
-                if objective not in (*SAME, *BEST[mode]):
-                    continue
-                values = {**settings["both"], **settings[mode]}
-                if steps is not None:
-                    values["trainer.steps"] = steps
-                for override in extra:
-                    key, _, value = override.partition("=")
-                    values[key] = value
-                values |= {"mode": mode, "loss": objective, "seed": seed}
-                overrides = tuple(f"{key}={value}" for key, value in values.items())
-                runs.append(Run(mode=mode, objective=objective, seed=seed, overrides=overrides))
+    for objectives in (SAME, others):  # what the first ratio needs comes first
+        for number, seed in enumerate(seeds):
+            for objective in objectives:
+                for mode in MODES if number % 2 == 0 else MODES[::-1]:
+                    if objective not in (*SAME, *BEST[mode]):
+                        continue
+                    values = {**settings["both"], **settings[mode]}
+                    if steps is not None:
+                        values["trainer.steps"] = steps
+                    for override in extra:
+                        key, _, value = override.partition("=")
+                        values[key] = value
+                    values |= {"mode": mode, "loss": objective, "seed": seed}
+                    overrides = tuple(f"{key}={value}" for key, value in values.items())
+                    runs.append(Run(mode=mode, objective=objective, seed=seed, overrides=overrides))
     return runs
 
 
