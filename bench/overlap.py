@@ -199,7 +199,8 @@ class StubEngine(HFEngine):
         return now - self._stopped_s
 
     def _tokens_at(self, response: _Response, clock: float) -> int:
-        return int((clock - response.begins) / self._stub.seconds_per_token)
+        count = int((clock - response.begins) / self._stub.seconds_per_token)
+        return min(count, len(response.tokens) - 1)  # rounding; the last one ends it
 
     def _begin(self, clock: float) -> None:
         """The first in the queue takes a free slot."""
