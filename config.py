@@ -322,6 +322,11 @@ def _check_vllm_transfer(cfg: DictConfig, ranks: Ranks) -> None:
     if cfg.engine.name != "vllm" or ranks.world_size == 1:
         what = "engine=vllm" if cfg.engine.name != "vllm" else "a searcher on another GPU"
         raise ValueError(f"weights.backend={cfg.weights.backend} needs {what}: set it to auto")
+    if ParallelConfig(**cfg.trainer.parallel).sharded(ranks.num_trainers):
+        raise ValueError(
+            f"weights.backend={cfg.weights.backend} sends a whole policy, and this one is sharded: "
+            "set trainer.parallel.kind=replicate, or weights.backend=auto"
+        )
 
 
 def _check_exploration(cfg: DictConfig) -> None:

@@ -219,11 +219,7 @@ def in_lockstep(
         group: ranks whose passes are collectives; None: there are none, so no None comes.
         device: of the group's collectives.
     """
-    count = len(items)
-    if group is not None:
-        most = torch.tensor(count, device=device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        count = int(most)
+    count = max(of_each_rank(len(items), group, device))
     for i in range(count):
         yield (items[i] if i < len(items) else None), i == count - 1
 
@@ -240,11 +236,7 @@ def of_each_rank(value: int, group: dist.ProcessGroup | None, device: torch.devi
 
 def any_rank(value: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether it is true on some rank of `group`, each of which must call it; None: on this one."""
-    if group is None:
-        return value
-    found = torch.tensor(int(value), device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return bool(found)
+    return any(of_each_rank(int(value), group, device))
 
 
 def sum_over_trainers(

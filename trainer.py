@@ -640,29 +640,27 @@ def report(
     totals = parts.totals
     totals.drawn += len(drawn)
     totals.tokens += values["tokens"]
-    stale: dict[str, float] = {}
-    if parts.channel is not None:  # versions of saved trajectories are those of another run
+    reuse = [uses for group in groups for uses in group.uses]
+    totals.uses_sum += sum(reuse)
+    of_drawn: dict[str, float] = {}
+    if drawn:
+        of_drawn["reward/drawn_mean"] = float(np.mean([t.reward for t in drawn]))
+        of_drawn["buffer/reuse_mean"] = float(np.mean(reuse))
+    if parts.channel is not None and drawn:  # saved trajectories have another run's versions
         staleness = np.array([step - t.version_start for t in drawn])
         totals.staleness_sum += float(staleness.sum())
-        totals.staleness_max = max(totals.staleness_max, int(staleness.max(initial=0)))
-    if parts.channel is not None and drawn:
-        stale = {
+        totals.staleness_max = max(totals.staleness_max, int(staleness.max()))
+        spans = [t.version_end - t.version_start for t in drawn]
+        of_drawn |= {
             "staleness/mean": float(staleness.mean()),
             "staleness/p95": float(np.percentile(staleness, 95)),
             "staleness/max": float(staleness.max()),
+            "staleness/versions_mean": float(np.mean(spans)),
         }
-        stale["staleness/versions_mean"] = float(
-            np.mean([t.version_end - t.version_start for t in drawn])
-        )
-    reuse = [uses for group in groups for uses in group.uses]
-    totals.uses_sum += sum(reuse)
     if parts.metrics is not None:
-        if drawn:
-            stale["reward/drawn_mean"] = float(np.mean([t.reward for t in drawn]))
-            stale["buffer/reuse_mean"] = float(np.mean(reuse))
         metrics = {
             **{name: value for name, value in values.items() if name != "tokens"},
-            **stale,
+            **of_drawn,
             "time/step_s": step_s,
             **costs,
             **arrival_metrics(parts.arrivals),

@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from measure import in_fresh_process, say
 
 import weights
-from engine import EngineConfig, EngineOptions, VLLMEngine, engine_port
+from engine import EngineConfig, EngineOptions, Sampling, VLLMEngine, engine_port
 from model import load_policy, load_tokenizer, stop_token_ids
 from pretrained import build_smollm2, cached
 from weights import EngineWeights, Publisher, Receiver, manifest
@@ -166,43 +166,30 @@ class Owner:
 
     def update_in_flight(self) -> dict[str, float]:
         """Generates, asks for a new version, takes it as soon as it is complete, and goes on."""
-        from vllm import SamplingParams
-
-        rng = np.random.default_rng(0)
-        prompts = [
-            {"prompt_token_ids": rng.integers(100, 40_000, PROMPT_TOKENS).tolist()}
-            for _ in range(SEQUENCES)
-        ]
-        tokens = 400 - PROMPT_TOKENS
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
-        self.llm.enqueue(prompts, sampling, use_tqdm=False)
-        engine, core = self.llm.llm_engine, self.llm.llm_engine.engine_core
+        engine, rng = self.engine, np.random.default_rng(0)
+        sampling = Sampling(n=1, temperature=1.0, max_tokens=400 - PROMPT_TOKENS)
+        for key in range(SEQUENCES):
+            engine.add(key, rng.integers(100, 40_000, PROMPT_TOKENS), sampling)
         engine.step()  # the prompts
-        seconds = []
-        for _ in range(STEPS_BEFORE):
-            seconds.append(timed(engine.step))
+        seconds = [timed(engine.step) for _ in range(STEPS_BEFORE)]
         self.pipe.send("publish")
-        while self.llm.collective_rpc("tba_staged")[0] < 0:
+        while not engine.has_update():
             engine.step()
         start = time.monotonic()
-        core.call_utility("pause_scheduler", "keep", False)
-        paused = time.monotonic()
-        update = self.llm.collective_rpc("tba_take", args=(None, 0.0))[0]
-        engine.reset_prefix_cache(True)
-        engine.set_weight_version(str(update["version"]))
-        core.call_utility("resume_scheduler")
-        stall_s = time.monotonic() - start
-        requests = engine.output_processor.request_states
+        update = engine.update()
+        stall_s = time.monotonic() - start  # from before the pause until it goes on
+        assert update is not None
+        requests = self.llm.llm_engine.output_processor.request_states
         first: str | None = None
-        while first != str(update["version"]):  # what was computed before the pause comes first
+        while first != str(update.version):  # what was computed before the pause comes first
             engine.step()
             first = next(iter(requests.values())).weight_version_starts[-1][0]
-        first_token_s = time.time() - update["meta"]["published_at"]
-        engine.abort_request(list(requests), internal=True)
+        first_token_s = time.time() - update.meta["published_at"]
+        engine.drop()
         return {
             "stall_s": stall_s,
-            "pause_s": paused - start,
-            "load_s": update["load_s"],
+            "pause_s": stall_s - update.stall_s,
+            "load_s": update.load_s,
             "decode_step_s": median(seconds),
             "first_token_s": first_token_s,
         }

@@ -213,10 +213,6 @@ def measured(run_dir: Path) -> tuple[Costs, System]:
             f"{run_dir}: mode={config['mode']}; costs are measured in a mode=async run"
         )
     trainer, searcher, buffer = config["trainer"], config["searcher"], config["buffer"]
-    # what runs from before continuous search did instead
-    before = {"update": "between", "score_every_s": 0.0}
-    before["prompts_in_flight"] = searcher.get("prompts_per_call")
-    searcher = {**before, **searcher}
     size = searcher["responses_per_prompt"]
     if size != trainer["responses_per_prompt"]:
         raise ValueError(

@@ -108,7 +108,7 @@ def test_a_good_config_passes_as_it_is_readonly(overrides, world_size):
     assert OmegaConf.to_yaml(cfg) == before
 
 
-def test_prompts_per_step_and_per_call():
+def test_prompts_per_step_and_in_flight():
     cfg = composed("trainer.batch_size=120", "trainer.publish_every=2")
     assert config.prompts_per_step(cfg) == 6
     assert config.prompts_in_flight(cfg, make_ranks(1, 4)) == cfg.searcher.prompts_in_flight

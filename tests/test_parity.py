@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import itertools
 import json
 import os
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import needs
 import numpy as np
 import pytest
 import tiny
@@ -37,12 +37,7 @@ from engine import (
 from model import load_policy, response_logprobs
 from weights import Publisher, WeightUpdate, _alive
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make setup)"
-    ),
-]
+pytestmark = [pytest.mark.vllm, needs.VLLM]
 
 TOLERANCE = 1e-3  # nats a token, float32
 SCORE_TOLERANCE = 1e-4  # where the policy is scored on the very sequences

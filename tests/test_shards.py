@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_weights
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -95,28 +96,14 @@ class CountingPublisher(Publisher):
 
 
 def make_publisher(
-    model: torch.nn.Module,
-    groups: tuple[Any, Any],
-    port: int,
-    num_workers: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    bucket_bytes: int = 1000,
-    timeout_s: float = 20.0,
+    model: torch.nn.Module, groups: tuple[Any, Any], port: int, num_workers: int, **options: Any
 ) -> CountingPublisher:
-    return CountingPublisher(
-        model,
-        host="127.0.0.1",
-        port=port,
-        num_workers=num_workers,
-        dtype=dtype,
-        backend="gloo",
-        bucket_bytes=bucket_bytes,
-        timeout_s=timeout_s,
-        meeting_timeout_s=20.0,
-        trainers=groups[0],
-        gathering=groups[1],
+    options = {"bucket_bytes": 1000, "trainers": groups[0], "gathering": groups[1], **options}
+    publisher = test_weights.make_publisher(
+        model, port, num_workers, kind=CountingPublisher, **options
     )
+    assert isinstance(publisher, CountingPublisher)
+    return publisher
 
 
 def sharded(model: torch.nn.Module, group: Any) -> torch.nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import needs
 import numpy as np
 import pytest
 import tiny
@@ -198,11 +198,6 @@ def test_heads_must_be_shared_out(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- vLLM
 
 
-vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make setup)"
-)
-
-
 def make_prompts() -> list[np.ndarray]:
     return tiny.random_tokens(np.random.default_rng(0), [3, 12, 33, 17])
 
@@ -231,7 +226,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@vllm
+@needs.VLLM
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_two_workers_are_one_engine(tmp_path: Path, tied: bool) -> None:
     """Log-probs before and after updates, one of them in the middle of a response."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,12 +93,14 @@ def make_publisher(
     port: int,
     num_workers: int,
     *,
+    kind: type[Publisher] | None = None,
     dtype: torch.dtype = torch.float32,
     bucket_bytes: int = 1 << 20,
     timeout_s: float = 20.0,
     meeting_timeout_s: float = 20.0,
+    **options: Any,
 ) -> Publisher:
-    return weights.Publisher(
+    return (kind or weights.Publisher)(
         model,
         host="127.0.0.1",
         port=port,
@@ -107,6 +110,7 @@ def make_publisher(
         bucket_bytes=bucket_bytes,
         timeout_s=timeout_s,
         meeting_timeout_s=meeting_timeout_s,
+        **options,
     )
 
 

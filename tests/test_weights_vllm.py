@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+import needs
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,10 +17,6 @@ from test_config import complaint, composed
 import config
 import weights_vllm
 from weights_vllm import TransferEnd, VLLMPublisher
-
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make setup)"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +35,11 @@ def test_it_is_refused_where_it_can_not_work(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(config, "check_engine", lambda name: None)
     alone = complaint(composed("weights.backend=vllm_nccl", "engine=vllm", "mode=sync"), 1)
     assert alone == "weights.backend=vllm_nccl needs a searcher on another GPU: set it to auto"
+    several = ("weights.backend=vllm_nccl", "engine=vllm", "cluster.trainers=2")
+    assert "trainer.parallel.kind=replicate" in complaint(composed(*several), 4)
 
 
-@needs_vllm
+@needs.VLLM
 def test_what_is_said_to_vllm_is_what_it_takes() -> None:
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -109,7 +107,7 @@ class Wire:
         return tensors
 
 
-@needs_vllm
+@needs.VLLM
 def test_versions_reach_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's trainer-side engine drives our client; only its NCCL calls are replaced."""
     from vllm.distributed.weight_transfer import nccl_engine
@@ -201,7 +199,7 @@ def test_versions_reach_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(dist.PrefixStore("weights", store).check([key]) for key in keys)
 
 
-@needs_vllm
+@needs.VLLM
 def test_a_version_that_is_not_offered_in_time_is_an_error() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.PrefixStore("weights", store).set(
