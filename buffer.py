@@ -715,6 +715,55 @@ class Buffer:
             self._fill_expiry()
         self._shrink_to_bounds()
 
+    def load_shares(self, states: Sequence[dict[str, Any]], mine: Callable[[int], bool]) -> None:
+        """Fill an empty buffer from the saved states of several others, which had other prompts.
+
+        What was in their recency windows comes last, and is in this one's; counts of uses are kept,
+        the order in which prompts are drawn and all other counters begin anew.
+
+        Args:
+            states: of ``state_dict``.
+            mine: whether a prompt id is to be kept here.
+
+        Raises:
+            ValueError: a state is incomplete or contradicts itself.
+        """
+        assert self._next_arrival == 0, "the buffer is not empty"
+        items: list[tuple[bool, int, int, Trajectory, int]] = []
+        for source, state in enumerate(states):
+            other = Buffer(
+                max_tokens=2**62,
+                capacity_per_prompt=2**62,
+                deduplicate=False,
+                recency_prob=0.0,
+                rule=uniform,
+                seed=0,
+            )
+            other.load_state_dict(state)
+            store = other._store
+            rows = np.arange(store.num_rows)
+            owners = store.columns["prompt_id"][rows].tolist()
+            kept = [(row, owner) for row, owner in zip(rows, owners, strict=True) if mine(owner)]
+            rows = np.array([row for row, _ in kept], np.int64)
+            prompts = [np.frombuffer(other._prompts[p].tokens, np.int32) for _, p in kept]
+            arrivals = store.columns["arrival"][rows].tolist()
+            uses = store.columns["uses"][rows].tolist()
+            for arrival, count, t in zip(arrivals, uses, store.read(rows, prompts), strict=True):
+                items.append((arrival >= other._window_start, arrival, source, t, count))
+        items.sort(key=lambda item: item[:3])
+        counts: dict[int, int] = {}  # arrival number here -> uses
+        recent = False
+        for in_window, _, _, trajectory, uses_before in items:
+            if in_window and not recent:
+                recent = True
+                self.new_window()
+            number = self._next_arrival
+            self.add([trajectory])
+            if self._next_arrival > number:
+                counts[number] = uses_before
+        stored, found = self._store.live_rows(np.array(list(counts), np.int64))
+        self._store.columns["uses"][stored] = np.array(list(counts.values()), np.int32)[found]
+
     def _load_prompts(self, arrays: dict[str, np.ndarray], store: Store) -> dict[int, _Prompt]:
         prompts: dict[int, _Prompt] = {}
         end = 0

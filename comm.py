@@ -40,6 +40,8 @@ FOREVER = timedelta(days=3650)
 MAGIC = 0x7BA7BA
 MAX_MESSAGE_BYTES = 1 << 31
 _TAG_HEADER, _TAG_PAYLOAD = 1, 2
+STOP_CODE = 75  # exit code of a job that stopped when told to, and can be resumed (EX_TEMPFAIL)
+STOP_GRACE_S = 25.0  # for the trainers to save everything; torchrun kills after 30 s
 _STORE_WAIT_S = 5.0  # for the control store, while the job ends
 _CLEANUP_S = 30.0  # for all clean-ups of a process that is ended by force
 
@@ -225,6 +227,9 @@ class Control:
         self._closed = threading.Event()
         self._lock = threading.RLock()  # a signal handler may come in while it is held
         self._ender: int | None = None  # the thread that ends this process
+        self.stoppable = False  # whether the trainers' loop looks for requests to stop
+        self._stop_reason: str | None = None
+        self._stop_asked_s: float | None = None  # since this rank was asked to stop; None: it isn't
         self._what, self._stuck_s, self._limit_s = "starting", 0.0, timeout_s
         self.host = host
         self._store = dist.TCPStore(
@@ -283,11 +288,52 @@ class Control:
         while not self._store.check([f"event/{event}"]):
             time.sleep(self._period_s)
 
-    def leave(self, reason: str) -> None:
+    def tell(self, key: str, value: str) -> None:
+        """Leaves a short text for a rank that asks for it; any thread may."""
+        self._store.set(f"told/{key}", value)
+
+    def ask(self, key: str, limit_s: float | None = None) -> str:
+        """What another rank tells, once; waits up to `limit_s` seconds (`cluster.timeout_s`).
+
+        Raises:
+            TimeoutError: it has told nothing.
+        """
+        deadline = time.monotonic() + (self.timeout_s if limit_s is None else limit_s)
+        while not self._store.check([f"told/{key}"]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer for {key} within the time limit")
+            time.sleep(0.05)
+        value = self._store.get(f"told/{key}").decode()
+        self._store.delete_key(f"told/{key}")
+        return value
+
+    def request_stop(self, reason: str) -> None:
+        """Asks the trainers to save everything and end the job: any rank, any thread.
+
+        Where training has not begun, or they take over `STOP_GRACE_S`, this process just ends.
+        """
+        with self._lock:
+            if self._stop_asked_s is None:
+                self._stop_reason, self._stop_asked_s = reason, 0.0
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why some rank wants the job to stop, as known on this rank; None: none does."""
+        return self._stop_reason
+
+    def stop(self, reason: str) -> None:
+        """Ends the job on all ranks with `STOP_CODE`: it can be resumed."""
+        if not self._begin_end():
+            return
+        if self._post(reason, STOP_CODE):
+            logger.warning("the job stops: %s", reason)
+        self._end(code=STOP_CODE)
+
+    def leave(self, reason: str, code: int = 1) -> None:
         """Ends this process quietly, non-zero: something else ended the job."""
         if self._begin_end():
             logger.debug("leaving: %s", reason)
-            self._end()
+            self._end(code=code)
 
     def fail(self, reason: str, *, detail: str = "", code: int = 1) -> None:
         """Posts the reason for all ranks, prints it if it is the job's first, ends the process.
@@ -326,15 +372,20 @@ class Control:
         while True:  # going on would let the main thread leave as if nothing had happened
             time.sleep(60)
 
-    def _post(self, line: str) -> bool:
-        """Whether this is the job's first error. With the store gone, rank 1 speaks for all."""
+    def _post(self, line: str, code: int = 1) -> bool:
+        """Whether this is the job's first error. With the store gone, rank 1 speaks for all.
+
+        Args:
+            code: that the other ranks are to end with.
+        """
         answer: list[bytes] = []
+        text = json.dumps([line, code])
 
         def post() -> None:
-            answer.append(self._store.compare_set("error", "", line))
+            answer.append(self._store.compare_set("error", "", text))
 
         self._ask_store(post)
-        return answer[0].decode() == line if answer else self.ranks.rank <= 1
+        return answer[0].decode() == text if answer else self.ranks.rank <= 1
 
     def _ask_store(self, request: Callable[[], None]) -> None:
         """Gives up soon, and for good: a store whose process is stopped never answers."""
@@ -380,13 +431,23 @@ class Control:
                 self._beat += 1
                 self._store.set(self._key(self.ranks.rank), str(self._beat))
                 if self._store.check(["error"]):
-                    self.leave(self._store.get("error").decode())
+                    self.leave(*json.loads(self._store.get("error")))
+                self._share_stop()
                 self._check_heartbeats()
             except RuntimeError as error:  # torch's DistError is one
                 if self._closed.is_set():
                     return
+                if self._stop_asked_s is not None:  # trainer 0, asked too, has left
+                    self.leave(f"told to stop: {self._stop_reason}", STOP_CODE)
                 reason = str(error).partition("\n")[0]
                 self.fail(f"lost the control store of {self.ranks.name(0)} (rank 0): {reason}")
+
+    def _share_stop(self) -> None:
+        """A request to stop, from this rank to all or from another one to this."""
+        if self._stop_asked_s is not None:
+            self._store.set("stop", self._stop_reason or "")
+        elif self._stop_reason is None and self._store.check(["stop"]):
+            self._stop_reason = self._store.get("stop").decode()
 
     def _watch(self) -> None:
         """The thread that never waits for anybody: progress here, an answer from the store."""
@@ -395,6 +456,13 @@ class Control:
             with self._lock:
                 self._stuck_s += self._period_s
                 what, stuck_s, limit_s = self._what, self._stuck_s, self._limit_s
+                if self._stop_asked_s is not None:
+                    self._stop_asked_s += self._period_s
+                asked_s = self._stop_asked_s
+            if asked_s is not None and asked_s > (STOP_GRACE_S if self.stoppable else 0.0):
+                if self.ranks.rank == 0:
+                    self.stop(f"{self._stop_reason}, before anything could be saved")
+                self.leave(f"told to stop: {self._stop_reason}", STOP_CODE)
             if stuck_s > limit_s:
                 self.fail(f"no progress for {stuck_s:.0f} s while {what} (cluster.timeout_s)")
             silent_s = silent_s + self._period_s if self._beat == beat else 0.0

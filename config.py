@@ -21,9 +21,11 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import ConfigTypeError, ValidationError
+from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
+from yaml import YAMLError
 
 import weights_vllm
+from checkpoint import CheckpointConfig
 from comm import ClusterConfig, Ranks
 from engine import EngineConfig, check_engine
 from evaluate import EvalConfig
@@ -70,7 +72,9 @@ class RunConfig:
     root: str = "runs"
     name: str | None = None  # null: date, task, model and loss
     rollouts_every: int = 25  # steps between two samples written for reading; 0: none
-    save_trajectories: bool = False  # every one that arrives, for `mode=offline`
+    save_trajectories: bool = False  # every one that arrives, for mode=offline and mode=replay
+    # A file: when it appears, the job saves everything and stops. null: `stop` in the run's folder
+    stop_file: str | None = None
     log_every_s: float = 10.0  # between progress lines in a log file
 
 
@@ -78,9 +82,16 @@ class RunConfig:
 class Config:
     """Everything; see `python train.py --cfg job`."""
 
-    # async | sync (generate, train and publish in lock-step) | offline (no searcher, see `data`)
+    # async | sync (generate, train and publish in lock-step) | offline (no searcher, see `data`) |
+    # replay (the trainers of a recorded run once more, see `data`)
     mode: str = "async"
-    data: Any = None  # mode=offline: a run folder, *.traj or *.jsonl files, or a list of them
+    # mode=offline: a run folder, *.traj or *.jsonl files, or a list of them; mode=replay: a run
+    # folder
+    data: Any = None
+    # none | auto (the newest whole checkpoint of run.name, else from the beginning) | a checkpoint,
+    # or a run folder, for a run of its own that goes on from there
+    resume: str = "none"
+    deterministic: bool = False  # mode=sync: the same run again gives the same metrics
     seed: int = 0
     task: Any = MISSING
     loss: Any = MISSING
@@ -92,6 +103,7 @@ class Config:
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -109,6 +121,11 @@ def prompts_per_step(cfg: DictConfig) -> int:
     return cfg.trainer.batch_size // cfg.trainer.responses_per_prompt
 
 
+def searches(cfg: DictConfig) -> bool:
+    """Whether the job has searchers."""
+    return cfg.mode in ("async", "sync")
+
+
 def prompts_in_flight(cfg: DictConfig, ranks: Ranks) -> int:
     """Prompts under way at once at one searcher; in lock-step, its share of a round."""
     if cfg.mode == "sync":
@@ -123,7 +140,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         ValueError: one line that names the key and the fix.
     """
     _check_keys(cfg)
-    _one_of("mode", cfg.mode, ("async", "sync", "offline"))
+    _one_of("mode", cfg.mode, ("async", "sync", "offline", "replay"))
     _one_of("buffer.eviction", cfg.buffer.eviction, ("oldest", "lowest_reward"))
     _one_of(
         "buffer.prompt_priority",
@@ -167,6 +184,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "weights.probe_every",
         "weights.max_logprob_gap",
         "searcher.top_p",
+        "checkpoint.keep",
     )
     _not_negative(
         cfg,
@@ -179,6 +197,9 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "searcher.score_every_s",
         "run.rollouts_every",
         "run.log_every_s",
+        "trainer.max_skipped_steps",
+        "checkpoint.every",
+        "checkpoint.max_failures",
     )
     for key in (
         "trainer.max_grad_norm",
@@ -203,6 +224,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
     _check_rewards(cfg)
     _check_ranks(cfg, ranks)
     _check_data(cfg)
+    _check_resume(cfg, ranks)
     _check_bounds(cfg)
     _check_batches(cfg, ranks)
     check_engine(cfg.engine.name)
@@ -346,14 +368,35 @@ def _check_exploration(cfg: DictConfig) -> None:
 
 
 def _check_data(cfg: DictConfig) -> None:
-    if (cfg.mode == "offline") != (cfg.data is not None):
+    if cfg.mode == "replay" and not isinstance(cfg.data, str):
+        raise ValueError("mode=replay needs data=<folder of a run>")
+    if (cfg.mode in ("offline", "replay")) != (cfg.data is not None):
         raise ValueError(
             "mode=offline needs data=<run folder, *.traj or *.jsonl files>"
             if cfg.mode == "offline"
-            else f"data={cfg.data} is used by mode=offline only: set mode=offline, or leave it out"
+            else f"data={cfg.data} is used by mode=offline and mode=replay only: set one of them, "
+            "or leave it out"
         )
     if cfg.data is not None and not all(isinstance(path, str) for path in data_paths(cfg)):
         raise ValueError(f"data={cfg.data}: give a path, or a list of paths as data=[a,b]")
+
+
+def _check_resume(cfg: DictConfig, ranks: Ranks) -> None:
+    if cfg.deterministic and cfg.mode != "sync":
+        raise ValueError(
+            "deterministic=true needs mode=sync: who comes first decides an asynchronous run "
+            "(mode=replay repeats one)"
+        )
+    if cfg.resume == "auto" and cfg.run.name is None:
+        raise ValueError("resume=auto needs run.name: a job that starts again must find its run")
+    if cfg.mode == "replay":
+        if cfg.resume != "none":
+            raise ValueError("mode=replay begins where the recorded run began: leave resume out")
+        if cfg.cluster.trainers != ranks.world_size:
+            raise ValueError(
+                f"mode=replay: the recorded run had {cfg.cluster.trainers} trainers, start as many "
+                f"ranks instead of {ranks.world_size}"
+            )
 
 
 def _check_bounds(cfg: DictConfig) -> None:
@@ -383,7 +426,7 @@ def _check_batches(cfg: DictConfig, ranks: Ranks) -> None:
             f"trainer.batch_size={batch} is not a multiple of trainer.responses_per_prompt x "
             f"cluster.trainers = {unit}: try {max(batch // unit, 1) * unit}"
         )
-    if generated < drawn and cfg.mode != "offline":
+    if generated < drawn and searches(cfg):
         raise ValueError(
             f"searcher.responses_per_prompt={generated} (S) is less than "
             f"trainer.responses_per_prompt={drawn} (K): raise S to {drawn} or lower K"
@@ -420,7 +463,7 @@ def _check_packing(cfg: DictConfig) -> None:
             "trainer.precision=bfloat16, or attention to flex"
         )
     keys = ["trainer.tokens_per_micro_batch"]
-    if cfg.mode != "offline" and not cfg.trainer.reference_reset_every:
+    if searches(cfg) and not cfg.trainer.reference_reset_every:
         keys.append("searcher.reference_tokens_per_micro_batch")
     longest = cfg.task.max_prompt_tokens + cfg.task.max_response_tokens
     for key in keys:
@@ -557,8 +600,8 @@ def _check_schedules(cfg: DictConfig) -> None:
 
 def check_num_problems(cfg: DictConfig, ranks: Ranks, count: int) -> None:
     """Raises ValueError if a searcher would have no prompt, or a trainer too few for a draw."""
-    if cfg.mode == "offline":
-        return  # what is trained on is not the task's
+    if not searches(cfg):
+        return  # what is trained on is saved
     needed = max(ranks.num_searchers, prompts_per_step(cfg))
     if count < needed:
         raise ValueError(
@@ -600,6 +643,27 @@ def check_lengths(
             f"{context_length - cfg.task.max_prompt_tokens} or less"
         )
     return total
+
+
+def recorded(cfg: DictConfig) -> DictConfig:
+    """The config of the run that `mode=replay` repeats, with this one's `run` and `cluster.device`.
+
+    Raises:
+        ValueError: `data` is no folder of a run, or of one that can't be replayed.
+    """
+    path = os.path.join(str(cfg.data), "config.yaml")
+    try:
+        saved = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    except (OSError, OmegaConfBaseException, YAMLError) as error:
+        raise ValueError(f"data={cfg.data}: {path} can't be read: {error}") from error
+    assert isinstance(saved, DictConfig)
+    if saved.mode != "async":
+        raise ValueError(
+            f"data={cfg.data}: a run of mode={saved.mode}; mode=replay repeats asynchronous ones"
+        )
+    saved.mode, saved.data, saved.resume = "replay", cfg.data, "none"
+    saved.run, saved.cluster.device = cfg.run, cfg.cluster.device
+    return saved
 
 
 def explain(error: Exception, overrides: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ import signal
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing import resource_tracker
@@ -284,6 +284,16 @@ class VLLMEngine:
             seed: as in `generate`.
         """
         self._request(key, prompt, self._params(sampling, seed), sampling.max_seconds)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is added inside is decoded in one batch from the first step on."""
+        core = self._llm.llm_engine.engine_core
+        core.call_utility("pause_scheduler", "keep", False)
+        try:
+            yield
+        finally:
+            core.call_utility("resume_scheduler")
 
     def step(self) -> list[tuple[int, list[Completion]]]:
         """Waits for one decoding step; the prompts all of whose responses have ended since.
@@ -703,6 +713,10 @@ class HFEngine:
             seed: as in `generate`.
         """
         self._queue.append(_Queued(key, prompt, sampling, seed))
+
+    def together(self) -> AbstractContextManager[None]:
+        """Nothing to do: nothing begins before `step`."""
+        return nullcontext()
 
     def step(self) -> list[tuple[int, list[Completion]]]:
         """Generates for the first prompts in the queue that are sampled alike and fill a batch."""

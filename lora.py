@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -123,6 +123,23 @@ def adapter_weights(
         for part in ("lora_A", "lora_B"):
             matrix: Any = getattr(layer, part)
             yield f"base_model.model.{name}.{part}.weight", full(matrix[_ADAPTER].weight)
+
+
+def load_adapter(folder: Path, model: torch.nn.Module) -> None:
+    """Puts the adapters of `save_adapter` into a model that has such adapters, not yet sharded.
+
+    Raises:
+        ValueError: they are those of other layers, or of another rank.
+    """
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: the policy was trained without adapters")
+    saved = load_file(path)
+    for name, matrix in adapter_weights(model):
+        values = saved.get(name)
+        if values is None or values.shape != matrix.shape:
+            raise ValueError(f"{path}: {name} is missing or has another shape than trainer.lora's")
+        matrix.copy_(values)
 
 
 def save_adapter(folder: Path, model: PreTrainedModel, weights: dict[str, Tensor]) -> None:

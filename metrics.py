@@ -81,6 +81,8 @@ METRICS: dict[str, str] = {
     "time/backward_s": "of which backward",
     "time/optimizer_s": "of which adding up the trainers' gradients, clipping, the optimizer",
     "time/publish_s": "of which taking the snapshot that is broadcast in the background",
+    "time/checkpoint_s": "of which taking what a checkpoint holds, mean over all steps",
+    "time/checkpoint_write_s": "seconds the last checkpoint took to be written, in the background",
     "time/generated_tokens_per_s": "response tokens generated a second, all searchers",
     "time/trained_tokens_per_s": "response tokens trained on a second, all trainers",
     "time/model_tflop_per_s": "needed arithmetic of trainer 0's gradient and optimizer, TFLOP/s",
@@ -89,6 +91,8 @@ METRICS: dict[str, str] = {
     "time/searcher_idle_fraction": "share of wall-clock the searchers waited",
     "time/trainer_waiting_<reason>_s": "seconds the trainers waited, by what for",
     "time/searcher_waiting_<reason>_s": "seconds the searchers waited, by what for",
+    "faults/skipped_steps": "steps that changed nothing: their loss or gradient was not finite",
+    "faults/failed_checkpoints": "checkpoints that could not be written",
     "memory/peak_gb": "most memory of trainer 0 so far, GB: torch's on a GPU, else the process's",
     "weights/version": "weights version last published",
     "weights/broadcast_s": "seconds the last broadcast took, in the background",
@@ -142,6 +146,7 @@ class Metrics:
     Args:
         run_dir: the run's folder; created if missing.
         total_steps: optimizer steps of the whole run.
+        first_step: those done before a resumed one; TensorBoard hides what a dead one did beyond.
         log_every_s: seconds between progress lines where there is no terminal.
         stream: where progress goes; None for stderr.
         now: clock in seconds.
@@ -152,6 +157,7 @@ class Metrics:
         run_dir: Path,
         *,
         total_steps: int,
+        first_step: int = 0,
         log_every_s: float = 10.0,
         stream: TextIO | None = None,
         now: Callable[[], float] = time.perf_counter,
@@ -166,7 +172,8 @@ class Metrics:
         self._file = open(run_dir / "metrics.jsonl", "a", encoding="utf-8")
         if earlier:
             self._file.write("\n")  # ends a line that a crash may have cut; empty ones are skipped
-        self._writer = SummaryWriter(run_dir / "tensorboard", flush_secs=30)
+        purge = first_step + 1 if earlier else None
+        self._writer = SummaryWriter(run_dir / "tensorboard", flush_secs=30, purge_step=purge)
         self._total_steps = total_steps
         self._log_every_s = log_every_s
         self._stream = stream if stream is not None else sys.stderr

@@ -151,6 +151,22 @@ def context_length(path: str, *, trust_remote_code: bool = False) -> int | None:
     return getattr(text_config, "max_position_embeddings", None)
 
 
+def architecture(path: str, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """What decides the shapes of a model's weights, from its config; plain JSON."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    text_config = config.get_text_config()
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "tie_word_embeddings",
+    )
+    return {"type": config.model_type} | {n: getattr(text_config, n, None) for n in sizes}
+
+
 def attention_heads(path: str, *, trust_remote_code: bool = False) -> tuple[int, int] | None:
     """Heads of queries, and of keys and values, in a layer; None: not in the config."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

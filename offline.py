@@ -115,7 +115,7 @@ class TrajectoryWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")  # whatever was read, writes go to the end
         try:
-            end = _find_end(self._file, path)
+            end, self.num_records = _find_end(self._file, path)
             size = _size(self._file)
             if end < size:
                 logger.warning("%s: the last record is cut; removing %d bytes", path, size - end)
@@ -135,6 +135,7 @@ class TrajectoryWriter:
         self._file.write(_LENGTH.pack(len(message)))
         self._file.write(message)
         self._file.flush()
+        self.num_records += 1
 
     def close(self) -> None:
         """Closes the file; a second time does nothing."""
@@ -142,6 +143,12 @@ class TrajectoryWriter:
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:
+    """Read a `.traj` file trajectory by trajectory; as `read_messages` otherwise."""
+    for trajectories in read_messages(path):
+        yield from trajectories
+
+
+def read_messages(path: Path) -> Iterator[list[Trajectory]]:
     """Read a `.traj` file record by record.
 
     A cut last record is skipped with a warning (`ends_cut` tells). The file may still be growing:
@@ -151,8 +158,8 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
         path: a file of `TrajectoryWriter`.
 
     Yields:
-        The trajectories exactly as packed, with the prompt ids of the run that saved them. Those of
-        one message share memory (see `trajectory.unpack`).
+        The trajectories of each message exactly as packed, with the prompt ids of the run that
+        saved them. Those of one message share memory (see `trajectory.unpack`).
 
     Raises:
         ValueError: no such file format or another version of it, or a damaged record. The file and
@@ -171,7 +178,7 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
                 trajectories = unpack(message)
             except ValueError as error:
                 raise ValueError(f"{path}, record {number}: {error}") from error
-            yield from trajectories
+            yield trajectories
             end = start + length
         if end < size:
             logger.warning(
@@ -183,15 +190,15 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
 def ends_cut(path: Path) -> bool:
     """Whether a `.traj` file ends in a cut record; raises like `read_trajectories`."""
     with path.open("rb") as file:
-        return _find_end(file, path) < _size(file)
+        return _find_end(file, path)[0] < _size(file)
 
 
-def _find_end(file: BinaryIO, path: Path) -> int:
-    """Offset behind the last whole record; 0 if not even the header is whole."""
-    end = _read_header(file, path)
+def _find_end(file: BinaryIO, path: Path) -> tuple[int, int]:
+    """Offset behind the last whole record, 0 if not even the header is whole; and their number."""
+    end, count = _read_header(file, path), 0
     for start, length in _walk(file, path, end, _size(file)):
-        end = start + length
-    return end
+        end, count = start + length, count + 1
+    return end, count
 
 
 def _size(file: BinaryIO) -> int:

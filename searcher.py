@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +103,8 @@ class SearcherParts:
     eval_measures: bool  # whether evaluation computes what the task measures besides the reward
     max_response_tokens: int
     seed: int
+    completed: np.ndarray  # int64 [problems]: groups of each that were shipped before a resumption
+    deterministic: bool = False  # every response's random numbers are its own
     layout: Layout = PADDED  # of the reference's forward passes
     clock: IdleClock = field(default_factory=IdleClock)
     # time.time() at which weights were published of which no token has been sampled yet
@@ -112,6 +115,7 @@ class SearcherParts:
 class Group:
     """The responses to one prompt, from its entry into the engine on."""
 
+    key: int  # ascending in the order in which groups were begun
     prompt_id: int
     completions: list[Completion] = field(default_factory=list)  # none while any is under way
 
@@ -133,7 +137,7 @@ class Groups:
     complete: list[Group] = field(default_factory=list)
     complete_since: float = 0.0  # time.monotonic() when the first of them was
     scoring: list[Scoring] = field(default_factory=list)
-    started: int = 0  # groups since the start, which gives keys
+    started: int = 0  # groups since the run began, which gives keys and random numbers
     scored: bool = False  # whether any was
 
 
@@ -153,8 +157,7 @@ def search(
         between: load weights only when nothing is under way (`searcher.update=between`).
     """
     stream = prompt_stream(parts)
-    rng = np.random.default_rng([parts.seed, 2, parts.ranks.searcher_index])
-    groups = Groups()
+    groups = Groups(started=int(parts.completed[own_prompts(parts)].sum()))
     update = take_weights(parts, wait_for=0)
     assert update is not None
     begin(parts, update)
@@ -162,7 +165,7 @@ def search(
     while not update.final:
         draining = groups.open and (lockstep or (between and parts.engine.has_update()))
         if not draining:
-            start(cfg, parts, groups, prompts_in_flight - len(groups.open), stream, rng)
+            start(cfg, parts, groups, prompts_in_flight - len(groups.open), stream)
         generate(parts, groups)
         if lockstep and groups.open:
             continue
@@ -188,15 +191,18 @@ def start(
     groups: Groups,
     count: int,
     stream: Iterator[int],
-    rng: np.random.Generator,
 ) -> None:
     """Adds `count` prompts to what the engine is working on."""
-    for _ in range(count):
-        prompt_id = next(stream)
-        sampling = explored(cfg, rng, max_tokens=parts.max_response_tokens)
-        groups.open[groups.started] = Group(prompt_id=prompt_id)
-        parts.engine.add(groups.started, parts.prompt_tokens[prompt_id], sampling)
-        groups.started += 1
+    with parts.engine.together() if parts.deterministic else nullcontext():
+        for _ in range(count):
+            prompt_id = next(stream)
+            # of its own, so that a resumed run draws what it would have drawn
+            rng = np.random.default_rng([parts.seed, 2, parts.ranks.searcher_index, groups.started])
+            sampling = explored(cfg, rng, max_tokens=parts.max_response_tokens)
+            seed = int(rng.integers(2**62)) if parts.deterministic else None
+            groups.open[groups.started] = Group(key=groups.started, prompt_id=prompt_id)
+            parts.engine.add(groups.started, parts.prompt_tokens[prompt_id], sampling, seed=seed)
+            groups.started += 1
 
 
 def generate(parts: SearcherParts, groups: Groups) -> None:
@@ -216,12 +222,24 @@ def generate(parts: SearcherParts, groups: Groups) -> None:
             parts.channel.send(trainer, Kind.REPORT, {"step_to_token_s": seconds})
 
 
+def own_prompts(parts: SearcherParts) -> np.ndarray:
+    """Ids of this searcher's prompts (id mod S == its index), int64."""
+    return np.arange(parts.ranks.searcher_index, len(parts.problems), parts.ranks.num_searchers)
+
+
 def prompt_stream(parts: SearcherParts) -> Iterator[int]:
-    """This searcher's prompts (id mod S == its index), for ever, in a new order every epoch."""
-    ids = np.arange(parts.ranks.searcher_index, len(parts.problems), parts.ranks.num_searchers)
-    rng = np.random.default_rng([parts.seed, 1, parts.ranks.searcher_index])
+    """This searcher's prompts, for ever, in a new order every epoch.
+
+    A resumed run begins with the prompts of the oldest epoch that were not shipped.
+    """
+    ids = own_prompts(parts)
+    done = parts.completed[ids]
+    epoch = int(done.min())
     while True:
-        yield from rng.permutation(ids).tolist()
+        rng = np.random.default_rng([parts.seed, 1, parts.ranks.searcher_index, epoch])
+        order = rng.permutation(len(ids))
+        yield from ids[order[done[order] <= epoch]].tolist()
+        epoch += 1
 
 
 def explored(cfg: SearcherConfig, rng: np.random.Generator, *, max_tokens: int) -> Sampling:
@@ -361,6 +379,8 @@ def score(cfg: SearcherConfig, parts: SearcherParts, groups: Groups, *, everythi
     limit = None if groups.scored else parts.control.startup_timeout_s
     parts.control.progress("scoring", limit)
     batch, groups.complete, groups.scored = groups.complete, [], True
+    if everything:  # which ended first may be chance
+        batch.sort(key=lambda group: group.key)
     completions = [completion for group in batch for completion in group.completions]
     ids = [group.prompt_id for group in batch for _ in group.completions]
     prompts = [parts.prompt_tokens[i] for i in ids]

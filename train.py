@@ -4,9 +4,11 @@
     torchrun --nproc_per_node=8 train.py task=gsm8k model=rho1b            # 1 trainer, 7 searchers
     python train.py engine=hf                                              # one process, lock-step
     python train.py mode=offline data=runs/<name>                          # no searcher at all
+    torchrun ... train.py run.name=<name> resume=auto                      # go on where it stopped
 
 Exit code 0 after a whole run; 2 for a mistake in the config or the data; 1 if a rank failed, with
-the reason printed once by the first that did; 130 after Ctrl-C.
+the reason printed once by the first that did; 75 if it was told to stop (SIGTERM, SIGUSR1, or the
+file `stop` in its folder) and can be resumed; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: no C++ frames at a lost peer
 
 import dataclasses
+import hashlib
 import json
 import logging
 import re
@@ -48,22 +51,33 @@ from transformers.utils.logging import disable_progress_bar
 import config
 import model as modeling
 import offline
+import state
 import weights_vllm
 from accounting import make_accounting
 from buffer import Buffer, Group
+from checkpoint import (
+    ADAPTER_FOLDER,
+    Checkpoint,
+    CheckpointConfig,
+    Checkpointer,
+    newest,
+    read_checkpoint,
+)
 from comm import Channel, Control, Ranks, broadcast_text, init_world, ranks_from_environment
 from engine import EngineOptions, HFEngine, check_heads, engine_port, make_engine, pin_process
+from events import EventLog
 from gradient import make_batch, step_stats
-from lora import add_adapters
+from lora import add_adapters, load_adapter
 from metrics import IdleClock, Metrics, setup_logging
 from offline import TrajectoryWriter
 from parallel import ParallelConfig, any_rank, shard
+from replay import replay
 from rewards import Scorer, make_scorer
 from schedules import beta_at, linear_at
 from searcher import SearcherParts, explores, search
 from shards import make_gathering_group
 from tasks.task import Problem, Task, fit_prompts
-from trainer import Evaluator, TrainerParts, beta_schedule, train
+from trainer import Arrivals, Evaluator, TrainerParts, beta_schedule, train
 from trajectory import Trajectory
 from weights import Publisher
 
@@ -88,14 +102,17 @@ class Setup:
     engine_dtype: torch.dtype
     cores: list[int]
     started: float
+    run_dir: Path = Path()  # decided after all the rest
+    saved: Checkpoint | None = None  # to go on from
 
     @property
     def lockstep(self) -> bool:
         return self.cfg.mode == "sync"
 
     @property
-    def offline(self) -> bool:
-        return self.cfg.mode == "offline"
+    def searches(self) -> bool:
+        """Whether the job has searchers."""
+        return config.searches(self.cfg)
 
     @property
     def sharded(self) -> bool:
@@ -138,10 +155,10 @@ def run(cfg: DictConfig, *, started: float) -> None:
     """One rank's whole life."""
     ranks = ranks_from_environment(
         cfg.cluster.trainers,
-        searching=cfg.mode != "offline",
+        searching=config.searches(cfg),
         tp=max(cfg.searcher.tp, 1),  # checked below
     )
-    logger = setup_logging(ranks.name())
+    setup_logging(ranks.name())
     disable_progress_bar()  # transformers' own, one a rank
     config.validate(cfg, ranks)
     init_world(ranks, timeout_s=cfg.cluster.startup_timeout_s)
@@ -157,17 +174,10 @@ def run(cfg: DictConfig, *, started: float) -> None:
         setup = prepare(cfg, ranks, started)
         trainers = dist.new_group(list(range(ranks.num_trainers)), backend=trainer_backend(setup))
         gathering = None
-        if setup.sharded and not setup.offline:
+        if setup.sharded and setup.searches:
             gathering = make_gathering_group(ranks.num_trainers, setup.weights_backend)
-        run_dir = Path(broadcast_text(make_run_dir(cfg) if ranks.rank == 0 else ""))
-        if ranks.rank == 0:
-            logger.info("run folder: %s", run_dir)
-        if setup.offline:
-            parts = build_trainer(setup, control, None, run_dir, trainers)
-            load_data(setup, parts)
-            run_trainer(setup, parts)
-        else:
-            run_online(setup, control, run_dir, trainers, gathering)
+        if open_run(setup):
+            run_role(setup, control, trainers, gathering)
         control.progress("leaving", cfg.cluster.startup_timeout_s)  # trainer 0 saves the policy
         dist.barrier()
     except config.UserError as error:
@@ -181,14 +191,14 @@ def run(cfg: DictConfig, *, started: float) -> None:
 
 
 def end_on_signals(control: Control) -> None:
-    """Ctrl-C and SIGTERM end this rank at once, wherever its main thread is.
+    """Ctrl-C ends the job at once, wherever its main thread is; SIGTERM and SIGUSR1 ask it to stop.
 
     Python runs signal handlers in the main thread, between bytecodes: not while it waits inside a
     collective. The byte that the interpreter's own handler writes to a pipe wakes a thread.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
@@ -196,8 +206,7 @@ def end_on_signals(control: Control) -> None:
         while data := os.read(read, 1):
             if data[0] == signal.SIGINT:
                 control.fail("interrupted (Ctrl-C)", code=130)
-            if data[0] == signal.SIGTERM:
-                control.leave("SIGTERM")
+            control.request_stop(signal.Signals(data[0]).name)
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
 
@@ -333,8 +342,111 @@ def trainer_backend(setup: Setup) -> str:
     return "cpu:gloo,cuda:nccl" if setup.cfg.trainer.parallel.cpu_offload else "nccl"
 
 
-def make_run_dir(cfg: DictConfig) -> str:
-    """Creates the run folder and saves the resolved config, the command and the git commit."""
+def open_run(setup: Setup) -> bool:
+    """Decides on trainer 0 where the run is and what it goes on from; sets both in `setup`.
+
+    Returns:
+        False: the run that was to be resumed has ended already.
+
+    Raises:
+        UserError: a folder that can't be used, or a checkpoint that does not fit.
+    """
+    answer: dict[str, Any] = {}
+    if setup.ranks.rank == 0:
+        saved = find_checkpoint(setup)
+        folder = make_run_dir(setup.cfg, saved)
+        answer = {"folder": str(folder), "saved": None if saved is None else str(saved.folder)}
+        answer["ended"] = saved is not None and saved.step >= setup.cfg.trainer.steps
+        answer["ended"] &= (folder / "summary.json").exists()
+        if saved is not None:
+            answer |= {"step": saved.step, "num_trainers": saved.num_trainers}
+            answer["about"] = dict(saved.about)
+    answer = json.loads(broadcast_text(json.dumps(answer)))
+    setup.run_dir = Path(answer["folder"])
+    if answer["saved"] is not None:
+        setup.saved = Checkpoint(
+            folder=Path(answer["saved"]),
+            step=answer["step"],
+            num_trainers=answer["num_trainers"],
+            about=answer["about"],
+        )
+    if setup.ranks.rank == 0:
+        logger = logging.getLogger("tba")
+        logger.info("run folder: %s", setup.run_dir)
+        if answer["ended"]:
+            logger.info("the run has ended already, at step %d", answer["step"])
+        elif setup.saved is not None:
+            logger.info("going on from %s", setup.saved.folder)
+    return not answer["ended"]
+
+
+def find_checkpoint(setup: Setup) -> Checkpoint | None:
+    """What `resume` says to go on from, found whole and fitting; None: nothing.
+
+    Raises:
+        UserError: there is no such checkpoint, or none that can be used.
+    """
+    cfg = setup.cfg
+
+    def check(saved: Checkpoint) -> None:
+        mine = description(setup)
+        for key, what in (
+            ("model", "another model (model.*)"),
+            ("prompts", "other training problems (task.*, model.tokenizer, seed)"),
+            ("trained", "another set of trained weights (trainer.lora.*, trainer.log_z_lr)"),
+        ):
+            if saved.about.get(key) != mine[key]:
+                raise ValueError(
+                    f"{saved.folder} is of {what}: {saved.about.get(key)}, not {mine[key]}"
+                )
+
+    if cfg.resume == "none":
+        return None
+    folder = Path(cfg.run.root) / cfg.run.name if cfg.resume == "auto" else Path(cfg.resume)
+    try:
+        if cfg.resume == "auto" or (folder / "checkpoints").is_dir():
+            found = newest(folder / "checkpoints", check)
+        else:
+            found = read_checkpoint(folder)
+            check(found)
+    except ValueError as error:
+        raise config.UserError(f"resume={cfg.resume}: {error}") from error
+    if cfg.resume != "auto":
+        if found is None:
+            raise config.UserError(f"resume={cfg.resume}: no checkpoint in {folder}/checkpoints")
+        if found.step >= cfg.trainer.steps:
+            raise config.UserError(
+                f"resume={cfg.resume}: {found.folder} has {found.step} steps already: raise "
+                f"trainer.steps={cfg.trainer.steps}"
+            )
+    return found
+
+
+def description(setup: Setup) -> dict[str, Any]:
+    """What a checkpoint says of its run; one that resumes it must be the same."""
+    cfg = setup.cfg
+    digest = hashlib.blake2b(digest_size=8)
+    for tokens in setup.prompt_tokens:
+        digest.update(tokens.tobytes() + b"|")
+    lora = cfg.trainer.lora.rank
+    return {
+        "model": modeling.architecture(setup.path, trust_remote_code=cfg.model.trust_remote_code),
+        "prompts": f"{len(setup.prompt_tokens)} prompts, {digest.hexdigest()}",
+        "trained": {"lora_rank": lora, "log_z_head": cfg.trainer.log_z_lr is not None},
+        "responses_per_prompt": cfg.searcher.responses_per_prompt,
+        "mode": cfg.mode,
+    }
+
+
+def make_run_dir(cfg: DictConfig, saved: Checkpoint | None) -> Path:
+    """Creates the run folder and saves the resolved config, the command and the git commit.
+
+    With `resume=auto` a run goes on in the folder that it has; what an earlier start has written
+    there is kept beside, with a number.
+
+    Args:
+        saved: what the run goes on from.
+    """
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     loss = str(cfg.loss._target_).rpartition(".")[2]
     task = re.sub(r"\W", "", str(cfg.task._target_).rpartition(".")[2]).lower()
@@ -342,16 +454,26 @@ def make_run_dir(cfg: DictConfig) -> str:
     folder = Path(cfg.run.root) / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
+        if any(folder.iterdir()) and cfg.resume != "auto":
             raise config.UserError(
-                f"run.name={name!r}: {folder} holds a run already; choose another name"
+                f"run.name={name!r}: {folder} holds a run already; choose another name, or go on "
+                "with it by resume=auto"
             )
+        starts = len(list(folder.glob("origin*.json")))
+        for path in (folder / "config.yaml", folder / "origin.json"):
+            if path.exists():
+                path.rename(path.with_name(f"{path.stem}.{starts}{path.suffix}"))
         OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
-        origin = {"command": sys.argv, "commit": git_commit(), "world_size": dist.get_world_size()}
+        origin = {
+            "command": sys.argv,
+            "commit": git_commit(),
+            "world_size": dist.get_world_size(),
+            "resumed_from": None if saved is None else str(saved.folder),
+        }
         (folder / "origin.json").write_text(json.dumps(origin, indent=2) + "\n")
     except OSError as error:
         raise config.UserError(f"run.root={cfg.run.root!r} can't be written: {error}") from error
-    return str(folder)
+    return folder
 
 
 def git_commit() -> str | None:
@@ -367,28 +489,37 @@ def git_commit() -> str | None:
 # --------------------------------------------------------------------------- roles
 
 
-def run_online(
+def run_role(
     setup: Setup,
     control: Control,
-    run_dir: Path,
     trainers: dist.ProcessGroup | None,
     gathering: dist.ProcessGroup | None,
 ) -> None:
-    """This rank's role in a job with searchers.
+    """This rank's part in the job.
 
     Args:
         trainers: the trainers' group, for their main threads.
         gathering: the group of a sharded policy's trainers, for their publishers' threads.
     """
+    if not setup.searches:
+        parts = build_trainer(setup, control, None, trainers)
+        if setup.cfg.mode == "replay":
+            run_replay(setup, parts)
+        else:
+            load_data(setup, parts)
+            run_trainer(setup, parts)
+        return
     ranks = setup.ranks
     channel = Channel(
         ranks, max_outstanding=setup.cfg.searcher.max_outstanding, on_error=control.fail
     )
     if ranks.world_size == 1:
-        run_both(setup, control, channel, run_dir, trainers, gathering)
-    elif ranks.is_trainer:
-        parts = build_trainer(setup, control, channel, run_dir, trainers, gathering)
-        run_trainer(setup, parts)
+        run_both(setup, control, channel, trainers, gathering)
+        return
+    if not ranks.is_trainer:
+        control.stoppable = True  # the trainers look for requests to stop
+    if ranks.is_trainer:
+        run_trainer(setup, build_trainer(setup, control, channel, trainers, gathering))
     elif ranks.is_companion:
         control.wait_for(f"the end of searcher {ranks.searcher_index}")
     else:
@@ -400,7 +531,6 @@ def build_trainer(
     setup: Setup,
     control: Control,
     channel: Channel | None,
-    run_dir: Path,
     group: dist.ProcessGroup | None,
     gathering: dist.ProcessGroup | None = None,
 ) -> TrainerParts:
@@ -408,7 +538,8 @@ def build_trainer(
 
     Without a channel there are no searchers: nothing is published, trainers evaluate.
     """
-    cfg, ranks = setup.cfg, setup.ranks
+    cfg, ranks, run_dir = setup.cfg, setup.ranks, setup.run_dir
+    first_step = 0 if setup.saved is None else setup.saved.step
     if setup.cores and ranks.world_size > 1:
         pin_process(os.getpid(), setup.cores)
     sharing = group if setup.sharded else None
@@ -438,7 +569,12 @@ def build_trainer(
         else None
     )
     metrics = (
-        Metrics(run_dir, total_steps=cfg.trainer.steps, log_every_s=cfg.run.log_every_s)
+        Metrics(
+            run_dir,
+            total_steps=cfg.trainer.steps,
+            first_step=first_step,
+            log_every_s=cfg.run.log_every_s,
+        )
         if lead
         else None
     )
@@ -447,8 +583,19 @@ def build_trainer(
         dtype=setup.compute_dtype or policy.dtype,
         profile_folder=run_dir / "profile" if cfg.trainer.profile else None,
         name=f"trainer-{ranks.rank}",
-        total_steps=cfg.trainer.steps,
+        total_steps=cfg.trainer.steps - first_step,
     )
+    checkpointer = None
+    if cfg.mode != "replay":
+        checkpointer = Checkpointer(
+            run_dir / "checkpoints",
+            CheckpointConfig(**cfg.checkpoint),
+            model=policy,
+            tokenizer=setup.tokenizer,
+            control=control,
+            about=description(setup),
+        )
+    writer = make_writer(setup) if channel is not None else None
     return TrainerParts(
         ranks=ranks,
         control=control,
@@ -473,8 +620,14 @@ def build_trainer(
         autocast=None if setup.sharded else setup.compute_dtype,
         clock=IdleClock(mark=accounting.mark),
         accounting=accounting,
-        writer=make_writer(setup, run_dir) if channel is not None else None,
-        evaluator=make_evaluator(setup, control, policy) if channel is None else None,
+        checkpointer=checkpointer,
+        stop_file=Path(cfg.run.stop_file or run_dir / "stop") if lead else None,
+        writer=writer,
+        events=None
+        if writer is None
+        else EventLog(run_dir / "events" / f"trainer-{ranks.rank}.jsonl"),
+        evaluator=make_evaluator(setup, control, policy) if cfg.mode == "offline" else None,
+        arrivals=Arrivals(completed=np.zeros(len(setup.problems), dtype=np.int64)),
     )
 
 
@@ -510,7 +663,7 @@ def make_publisher(
 def make_recency(setup: Setup) -> Callable[[int], float]:
     """m of a step: always 1 in lock-step, 0 offline, where nothing arrives."""
     cfg = setup.cfg.buffer
-    if setup.lockstep or setup.offline:
+    if setup.lockstep or setup.cfg.mode == "offline":
         return lambda step: 1.0 if setup.lockstep else 0.0
     return partial(
         linear_at,
@@ -520,11 +673,12 @@ def make_recency(setup: Setup) -> Callable[[int], float]:
     )
 
 
-def make_writer(setup: Setup, run_dir: Path) -> TrajectoryWriter | None:
+def make_writer(setup: Setup) -> TrajectoryWriter | None:
     """What keeps the trajectories that arrive at this trainer, if they are to be kept."""
     if not setup.cfg.run.save_trajectories:
         return None
-    return TrajectoryWriter(run_dir / "trajectories" / f"trainer-{setup.ranks.rank}.traj")
+    path = setup.run_dir / "trajectories" / f"trainer-{setup.ranks.rank}.traj"
+    return TrajectoryWriter(path)
 
 
 def make_evaluator(setup: Setup, control: Control, policy: PreTrainedModel) -> Evaluator:
@@ -611,8 +765,21 @@ def check_objective(
 
 
 def run_trainer(setup: Setup, parts: TrainerParts) -> None:
-    """Trains; the progress line is put away whatever happens."""
+    """Trains, from the checkpoint on if there is one; the progress line is put away in any case.
+
+    Raises:
+        UserError: the checkpoint does not fit.
+    """
     cfg = setup.cfg
+    if setup.saved is not None:
+        parts.control.progress("opening the checkpoint", cfg.cluster.startup_timeout_s)
+        try:
+            state.restore(parts, setup.saved)
+        except ValueError as error:
+            raise config.UserError(f"resume={cfg.resume}: {error}") from error
+    if parts.events is not None:
+        assert parts.writer is not None
+        parts.events.started(parts.first_step, parts.writer.num_records)
     try:
         train(
             cfg.trainer,
@@ -622,7 +789,24 @@ def run_trainer(setup: Setup, parts: TrainerParts) -> None:
             lockstep=setup.lockstep,
             probe_every=cfg.weights.probe_every,
             rollouts_every=cfg.run.rollouts_every,
+            checkpoint_every=cfg.checkpoint.every,
         )
+    finally:
+        if parts.metrics is not None:
+            parts.metrics.close()
+
+
+def run_replay(setup: Setup, parts: TrainerParts) -> None:
+    """Repeats a recorded run's training.
+
+    Raises:
+        UserError: the record is incomplete.
+    """
+    parts.control.progress("reading the recorded run", setup.cfg.cluster.startup_timeout_s)
+    try:
+        replay(setup.cfg.trainer, parts, Path(setup.cfg.data))
+    except (ValueError, OSError) as error:
+        raise config.UserError(f"data={setup.cfg.data}: {error}") from error
     finally:
         if parts.metrics is not None:
             parts.metrics.close()
@@ -650,7 +834,7 @@ def make_buffer(setup: Setup) -> Buffer:
 def load_model(
     setup: Setup, trainers: dist.ProcessGroup | None = None, *, trained: bool = False
 ) -> PreTrainedModel:
-    """Policy or reference in float32, ready for its layout.
+    """Policy (a checkpoint's, if there is one) or reference in float32, ready for its layout.
 
     Args:
         trainers: shard it over these ranks, each of which must call it; None: a copy of its own.
@@ -659,15 +843,19 @@ def load_model(
     Raises:
         UserError: this kind of model can't read packed rows, have the adapters, or be compiled.
     """
+    adapted = trained and setup.cfg.trainer.lora.rank
+    saved = setup.saved if trained else None
     model = modeling.load_policy(
-        setup.path,
+        setup.path if saved is None or adapted else str(saved.folder),
         device=setup.device if trainers is None else torch.device("cpu"),
         dtype=torch.float32,
         trust_remote_code=setup.cfg.model.trust_remote_code,
     )
-    if trained and setup.cfg.trainer.lora.rank:
+    if adapted:
         try:
             add_adapters(model, setup.cfg.trainer.lora, seed=setup.cfg.seed)
+            if saved is not None:
+                load_adapter(saved.folder / ADAPTER_FOLDER, model)
         except ValueError as error:
             raise config.UserError(str(error)) from error
     if trainers is not None:
@@ -694,7 +882,7 @@ def load_model(
 
 def engine_options(setup: Setup) -> EngineOptions:
     """What an engine of this rank needs to know."""
-    cfg, ranks = setup.cfg, setup.ranks
+    cfg, ranks, saved = setup.cfg, setup.ranks, setup.saved
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("MASTER_PORT", "")
     return EngineOptions(
         path=setup.path,
@@ -703,7 +891,8 @@ def engine_options(setup: Setup) -> EngineOptions:
         max_model_len=setup.max_model_len,
         dtype=setup.engine_dtype,
         device=setup.device,
-        seed=cfg.seed * 10_007 + 1 + ranks.searcher_index,
+        # a resumed run samples anew, what it sampled before it was saved is not to come again
+        seed=cfg.seed * 10_007 + 1 + ranks.searcher_index + 7919 * (saved.step if saved else 0),
         tp=ranks.tp,
         vllm_transfer=setup.weights_backend == weights_vllm.BACKEND,
         cores=setup.cores,
@@ -744,6 +933,9 @@ def build_searcher(setup: Setup, control: Control, channel: Channel) -> Searcher
         timeout_s=cfg.cluster.startup_timeout_s,
     )
     share = slice(ranks.searcher_index, None, ranks.num_searchers)
+    completed = np.zeros(len(setup.problems), dtype=np.int64)
+    if setup.saved is not None:
+        completed = setup.saved.completed() // setup.saved.about["responses_per_prompt"]
     return SearcherParts(
         ranks=ranks,
         control=control,
@@ -764,6 +956,8 @@ def build_searcher(setup: Setup, control: Control, channel: Channel) -> Searcher
         eval_measures=cfg.eval.measures,
         max_response_tokens=cfg.task.max_response_tokens,
         seed=cfg.seed,
+        completed=completed,
+        deterministic=cfg.deterministic,
     )
 
 
@@ -787,13 +981,12 @@ def run_both(
     setup: Setup,
     control: Control,
     channel: Channel,
-    run_dir: Path,
     trainers: dist.ProcessGroup | None,
     gathering: dist.ProcessGroup | None,
 ) -> None:
     """A world of one rank: the same two loops in lock-step, the searcher's in a thread."""
     searcher = build_searcher(setup, control, channel)
-    trainer = build_trainer(setup, control, channel, run_dir, trainers, gathering)
+    trainer = build_trainer(setup, control, channel, trainers, gathering)
 
     def target() -> None:
         try:
@@ -823,8 +1016,13 @@ def main(cfg: DictConfig) -> None:
     if alone and cfg.mode == "async":
         print("one process (no torchrun): mode=sync", file=sys.stderr)
         cfg.mode = "sync"
-    OmegaConf.set_readonly(cfg, True)
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
+        torch.use_deterministic_algorithms(True)
     try:
+        if cfg.mode == "replay" and isinstance(cfg.data, str):
+            cfg = config.recorded(cfg)
+        OmegaConf.set_readonly(cfg, True)
         run(cfg, started=STARTED)
     except ValueError as error:  # before the ranks have met: a mistake that all of them see
         say_once(str(error))

@@ -2,11 +2,11 @@
 
 Runs on every trainer rank, in the main thread; trainer 0 also publishes weights, logs and ends the
 run. Consumes: trajectories from its channel (a background thread receives them), or in
-`mode=offline` those it was given. Produces: weights, snapshot by snapshot (a background thread
-broadcasts them). Waits for: data, when the buffer can't serve a draw, and in `mode=sync` for the
-whole round; the other trainers, where gradients are added up and in each pass of a sharded
-policy. Ends: after `steps` steps and the evaluation of the final version.
-arXiv 2503.18929, sections 3 and 4.
+`mode=offline` those it was given; requests to stop. Produces: weights, snapshot by snapshot, and
+checkpoints (background threads send and write them). Waits for: data, when the buffer can't serve a
+draw, and in `mode=sync` for the whole round; the other trainers, where gradients are added up and
+in each pass of a sharded policy. Ends: after `steps` steps and the evaluation of the final version;
+or, told to stop, after a checkpoint. arXiv 2503.18929, sections 3 and 4.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,14 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+import state
 from accounting import Accounting
 from buffer import Buffer, Group
-from checkpoint import save_policy, whole_state
-from comm import Channel, Control, Kind, Ranks, gather_texts
+from checkpoint import Checkpointer
+from comm import Channel, Control, Kind, Message, Ranks, gather_texts
 from engine import HFEngine
 from evaluate import EvalConfig, held_out_sums
+from events import EventLog
 from gradient import accumulate_gradient, step_stats
 from lora import LoraConfig
 from losses import LossOutput
@@ -48,6 +51,7 @@ from offline import TrajectoryWriter
 from packing import PackingConfig
 from parallel import (
     ParallelConfig,
+    any_rank,
     clip_gradients,
     copy_into,
     device_of,
@@ -59,7 +63,7 @@ from parallel import (
 from rewards import FAILURES, Scorer
 from schedules import beta_at, lr_at
 from tasks.task import Problem, Task
-from trajectory import Trajectory, unpack
+from trajectory import Trajectory, pack, unpack
 from weights import Publisher, named_weights
 
 logger = logging.getLogger("tba")
@@ -115,6 +119,9 @@ class TrainerConfig:
     # The trainers then hold the reference and compute its log-probs when they draw.
     reference_reset_every: int = 0
     log_z_lr: float | None = None  # learning rate of a log Z head; null: there is none
+    # Steps in a row whose loss or gradient is not finite, and which change nothing, before the job
+    # ends; the groups of the last one are then in the run folder's bad_batch/
+    max_skipped_steps: int = 5
     profile: bool = False  # a trace of a few steps, in the run folder's profile/
 
 
@@ -140,6 +147,10 @@ class TrainerParts:
     metrics: Metrics | None  # trainer 0
     run_dir: Path
     started: float  # time.monotonic() when the process began
+    first_step: int = 0  # steps done before, of a run that was resumed
+    checkpointer: Checkpointer | None = None  # None: nothing is saved
+    stop_file: Path | None = None  # trainer 0: its existence is a request to stop
+    events: EventLog | None = None  # of what decides the losses, for `mode=replay`
     reference: PreTrainedModel | None = None  # where trainers compute its log-probs themselves
     reference_version: int = 0  # weights version that the reference is
     log_z_head: LogZHead | None = None
@@ -169,16 +180,21 @@ class Evaluator:
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """What this trainer has trained on since its first step."""
+    """What this trainer has trained on since the run's first step."""
 
-    training_started: float = 0.0  # time.monotonic() at the first step
+    training_started: float = 0.0  # time.monotonic() at the first step, less `trained_before_s`
+    trained_before_s: float = 0.0  # of training, before the run was resumed
     tokens_before: int = 0  # generated before the first step
     drawn: int = 0
     tokens: float = 0.0  # response tokens, over all trainers
     staleness_sum: float = 0.0
     staleness_max: int = 0
     uses_sum: int = 0  # of drawn responses, the times that each had been drawn before
+    skipped_steps: int = 0  # because the loss or the gradient was not finite
+    skipped_in_a_row: int = 0
+    evaluations_due: set[int] = field(default_factory=set)  # versions whose evaluation is under way
     short_fraction: float = 0.0  # of the last draw, see `note_shortage`
+    stop_looked: float = 0.0  # time.monotonic() of the last look for the file
     shortage_noted: float = -60.0  # time.monotonic() of the last warning
 
 
@@ -186,6 +202,8 @@ class Totals:
 class Arrivals:
     """What has come from the searchers since the start (totals) and since the last step (lists)."""
 
+    # int64 [problems]: responses to each training problem that this trainer has received
+    completed: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     received: int = 0  # by this trainer
     generated: int = 0  # by all searchers, for all trainers
     generated_tokens: int = 0
@@ -220,26 +238,36 @@ def train(
     lockstep: bool,
     probe_every: int,
     rollouts_every: int,
+    checkpoint_every: int,
 ) -> None:
-    """Runs `cfg.steps` optimizer steps on what the searchers send.
+    """Runs optimizer steps on what the searchers send, until there are `cfg.steps`.
 
     Args:
         initial_trajectories: responses that all trainers together wait for before the first step.
         lockstep: train only on the round that was generated under the current weights.
         probe_every: every n-th publication carries log-probs for the engines to compare with.
         rollouts_every: steps between two samples written for reading; 0: none.
+        checkpoint_every: steps between two checkpoints; 0: only at the end or when told to stop.
     """
     prompts_per_draw = cfg.batch_size // cfg.responses_per_prompt  # over all trainers
-    publish(parts, 0, evaluate=evaluation.before, probe=True)
+    first = parts.first_step
+    due = evaluation.every > 0 and first % evaluation.every == 0 if first else evaluation.before
+    due = due and first not in parts.arrivals.held_out
+    # a resumed lock-step run goes on as if it had not ended, so without a probe of its own
+    probe = first == 0 or not lockstep or due or first // cfg.publish_every % probe_every == 0
+    publish(parts, first, evaluate=due or first == cfg.steps, probe=probe, final=first == cfg.steps)
     fill(parts, prompts_per_draw, initial_trajectories, lockstep=lockstep)
     parts.clock.start()
     parts.accounting.start()
-    parts.totals.training_started = time.monotonic()
-    parts.totals.tokens_before = parts.arrivals.generated_tokens
-    for step in range(cfg.steps):
+    parts.totals.training_started = time.monotonic() - parts.totals.trained_before_s
+    if first == 0:
+        parts.totals.tokens_before = parts.arrivals.generated_tokens
+    parts.control.stoppable = True
+    for step in range(first, cfg.steps):
         step_started = time.monotonic()
-        receive(parts)
-        if lockstep and step % cfg.publish_every == 0:
+        if not lockstep:
+            receive(parts)
+        elif step % cfg.publish_every == 0:
             wait_for_round(parts, version=step)
         if cfg.reference_reset_every and step and step % cfg.reference_reset_every == 0:
             reset_reference(parts, version=step)
@@ -253,6 +281,14 @@ def train(
             probe = due or version // cfg.publish_every % probe_every == 0
             publish(parts, version, evaluate=due, probe=probe, final=final)
         report(parts, step, groups, values, time.monotonic() - step_started, rollouts_every)
+        if not final and (not lockstep or version % cfg.publish_every == 0):  # nothing half used
+            reason = stop_reason(parts)
+            if reason is not None or (checkpoint_every and version % checkpoint_every == 0):
+                # in lock-step what has come belongs to the next round, which is taken in whole
+                save(parts, version, wait=reason is not None, arrived=not lockstep)
+            if reason is not None:
+                stop(parts, version, reason)
+    parts.control.stoppable = False
     finish(cfg, parts)
 
 
@@ -263,23 +299,36 @@ def receive(parts: TrainerParts, *, timeout_s: float = 0.0) -> None:
     """Takes in every message that has arrived; waits up to `timeout_s` seconds for the first."""
     if parts.channel is None:
         return
-    arrivals = parts.arrivals
     for message in parts.channel.receive(timeout_s=timeout_s):
-        if message.kind == Kind.TRAJECTORIES:
-            trajectories = unpack(message.payload)
-            if parts.writer is not None:
-                parts.writer.append(message.payload)
-            parts.buffer.add(trajectories)
-            arrivals.received += len(trajectories)
-            arrivals.rewards += [t.reward for t in trajectories]
-            arrivals.parts += [t.reward_parts for t in trajectories]
-            arrivals.lengths += [len(t.response_tokens) for t in trajectories]
-            arrivals.truncated += [t.truncated for t in trajectories]
-            arrivals.samples = trajectories[:2]
-        elif message.kind == Kind.EVALUATION:
-            take_evaluation(parts, message.source, message.json())
-        else:
-            take_report(arrivals, message.source, message.json())
+        take_in(parts, message)
+
+
+def take_in(parts: TrainerParts, message: Message) -> None:
+    """Trajectories into the buffer, evaluations and reports into `parts.arrivals`."""
+    if message.kind == Kind.TRAJECTORIES:
+        take_trajectories(parts, message.payload)
+    elif message.kind == Kind.EVALUATION:
+        take_evaluation(parts, message.source, message.json())
+    else:
+        take_report(parts.arrivals, message.source, message.json())
+
+
+def take_trajectories(parts: TrainerParts, payload: np.ndarray) -> None:
+    """A message of `trajectory.pack`, uint8 [n]."""
+    trajectories = unpack(payload)
+    if parts.writer is not None:
+        parts.writer.append(payload)
+    if parts.events is not None:
+        parts.events.arrived()
+    parts.buffer.add(trajectories)
+    arrivals = parts.arrivals
+    np.add.at(arrivals.completed, [t.prompt_id for t in trajectories], 1)
+    arrivals.received += len(trajectories)
+    arrivals.rewards += [t.reward for t in trajectories]
+    arrivals.parts += [t.reward_parts for t in trajectories]
+    arrivals.lengths += [len(t.response_tokens) for t in trajectories]
+    arrivals.truncated += [t.truncated for t in trajectories]
+    arrivals.samples = trajectories[:2]
 
 
 def take_report(arrivals: Arrivals, source: int, values: Mapping[str, Any]) -> None:
@@ -302,6 +351,8 @@ def take_report(arrivals: Arrivals, source: int, values: Mapping[str, Any]) -> N
 def take_evaluation(parts: TrainerParts, source: int, values: Mapping[str, Any]) -> None:
     """One searcher's share of an evaluation; the last share completes and logs it."""
     version = int(values["version"])
+    if version in parts.arrivals.held_out:  # of an engine that was started anew meanwhile
+        return
     shares = parts.arrivals.evaluations.setdefault(version, {})
     shares[source] = dict(values)
     if len(shares) < parts.ranks.num_searchers:
@@ -324,6 +375,8 @@ def log_evaluation(
     count = int(total.pop("count"))
     figures = {name: value / max(count, 1) for name, value in total.items()}
     parts.arrivals.held_out[version] = figures
+    # one that an engine took to its grave is not waited for
+    parts.totals.evaluations_due = {v for v in parts.totals.evaluations_due if v > version}
     if parts.metrics is not None:
         result = {f"eval/{name}": value for name, value in figures.items()}
         result |= {"eval/version": version, "eval/seconds": seconds}
@@ -390,14 +443,25 @@ def of_all_trainers(parts: TrainerParts, value: int) -> list[int]:
 
 
 def wait_for_round(parts: TrainerParts, *, version: int, limit_s: float | None = None) -> None:
-    """Waits until every searcher has shipped what it generated under `version`."""
+    """Waits until every searcher has shipped what it generated under `version`.
+
+    The trajectories are then taken in by searcher, not in the order in which they came.
+    """
+    assert parts.channel is not None
     parts.control.progress("waiting for the round's trajectories", limit_s)
+    held: list[Message] = []
     with parts.clock.waiting("round"):
         while (
             len(parts.arrivals.rounds) < parts.ranks.num_searchers
             or min(parts.arrivals.rounds.values()) < version
         ):
-            receive(parts, timeout_s=0.5)
+            for message in parts.channel.receive(timeout_s=0.5):
+                if message.kind == Kind.TRAJECTORIES:
+                    held.append(message)
+                else:
+                    take_in(parts, message)
+    for message in sorted(held, key=lambda m: m.source):
+        take_in(parts, message)
 
 
 def draw(cfg: TrainerConfig, parts: TrainerParts, num_prompts: int, step: int) -> list[Group]:
@@ -415,18 +479,21 @@ def draw(cfg: TrainerConfig, parts: TrainerParts, num_prompts: int, step: int) -
         available = of_all_trainers(parts, parts.buffer.num_drawable)
         if sum(available) >= (num_prompts if bounded else 1):
             break
+        if parts.channel is None:
+            raise RuntimeError(f"step {step}: the saved trajectories have no group to draw")
         with parts.clock.waiting("data"):
             receive(parts, timeout_s=0.5)
     counts = shares(num_prompts, available)
     note_shortage(parts, counts, num_prompts)
     count = counts[parts.ranks.rank]
+    groups: list[Group] = []
     with parts.clock.busy("draw"):
-        recency = parts.recency(step)
-        return (
-            parts.buffer.draw(count, cfg.responses_per_prompt, recency_prob=recency)
-            if count
-            else []
-        )
+        if count:
+            recency = parts.recency(step)
+            groups = parts.buffer.draw(count, cfg.responses_per_prompt, recency_prob=recency)
+    if parts.events is not None:
+        parts.events.drawn(step, [item for group in groups for item in group.items])
+    return groups
 
 
 def shares(total: int, available: Sequence[int]) -> list[int]:
@@ -519,15 +586,18 @@ def update_policy(
 ) -> dict[str, float]:
     """One optimizer step on `groups` (this trainer's share); returns metrics of all trainers.
 
+    A step whose loss or gradient is not finite leaves the policy and the optimizer as they were.
+
     Raises:
-        FloatingPointError: the gradient is not finite; the policy is left as it was.
+        FloatingPointError: of too many such steps in a row, the last.
+        MemoryError: a micro-batch did not fit.
     """
     parts.control.progress(f"training step {step}")
     stats = step_stats(groups, parts.group, device_of(parts.policy))
     beta = beta_at(step, **beta_schedule(cfg))
     rate = lr_at(step, **lr_schedule(cfg))
     phases = parts.accounting.phases
-    with phases("gradient"):
+    with phases("gradient"), memory_advice(cfg):
         sums = accumulate_gradient(
             parts.policy,
             groups,
@@ -547,14 +617,12 @@ def update_policy(
         trained = [p for settings in parts.optimizer.param_groups for p in settings["params"]]
         sums = sum_over_trainers(trained, sums, parts.group)
         grad_norm = clip_gradients(list(parts.policy.parameters()), cfg.max_grad_norm)
-        if not np.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"the gradient of step {step} is not finite (norm {grad_norm}): lower "
-                "trainer.lr.peak, set trainer.max_grad_norm, or train in float32"
-            )
-        parts.optimizer.param_groups[0]["lr"] = rate  # the log Z head's own is constant
-        parts.optimizer.step()
+        finite = bool(np.isfinite(grad_norm) and np.isfinite(sums["loss/total"]))
+        if finite:
+            parts.optimizer.param_groups[0]["lr"] = rate  # the log Z head's own is constant
+            parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
+    count_skipped(cfg, parts, groups, step, finite, f"loss {sums['loss/total']}, norm {grad_norm}")
     tokens = sums.pop("tokens")
     per_token = ("policy/entropy_sampled", "policy/logprob_drift")
     means = {name: sums.pop(name) / tokens for name in per_token}
@@ -567,6 +635,54 @@ def update_policy(
         "loss/beta": beta,
         "buffer/recency_prob": parts.recency(step),
     }
+
+
+def count_skipped(
+    cfg: TrainerConfig,
+    parts: TrainerParts,
+    groups: Sequence[Group],
+    step: int,
+    finite: bool,
+    what: str,
+) -> None:
+    """Counts a step whose loss or gradient was not finite; too many in a row end the job."""
+    totals = parts.totals
+    if finite:
+        totals.skipped_in_a_row = 0
+        return
+    totals.skipped_steps += 1
+    totals.skipped_in_a_row += 1
+    if parts.ranks.rank == 0:
+        logger.warning("step %d changes nothing: its gradient is not finite (%s)", step, what)
+    if totals.skipped_in_a_row <= cfg.max_skipped_steps:
+        return
+    path = parts.run_dir / "bad_batch" / f"step-{step}-trainer-{parts.ranks.rank}.traj"
+    writer = TrajectoryWriter(path)
+    writer.append(pack([t for group in groups for t in group.trajectories]))
+    writer.close()
+    raise FloatingPointError(
+        f"the gradients of {totals.skipped_in_a_row} steps in a row were not finite "
+        f"(trainer.max_skipped_steps; the last: {what}): lower trainer.lr.peak, set "
+        f"trainer.max_grad_norm, or train in float32; the responses of step {step} are in "
+        f"{path.parent} (mode=offline reads them)"
+    )
+
+
+@contextmanager
+def memory_advice(cfg: TrainerConfig) -> Iterator[None]:
+    """Says what to change where a micro-batch does not fit in memory."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        text = str(error)
+        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not is_memory and "can't allocate memory" not in text:  # torch's words on CPU
+            raise
+        raise MemoryError(
+            "a micro-batch did not fit in memory: lower trainer.tokens_per_micro_batch="
+            f"{cfg.tokens_per_micro_batch}, set trainer.gradient_checkpointing=true, or spread the "
+            f"policy over more trainers (cluster.trainers); {text.partition(chr(10))[0]}"
+        ) from error
 
 
 def beta_schedule(cfg: TrainerConfig) -> dict[str, Any]:
@@ -604,6 +720,10 @@ def publish(
 ) -> None:
     """A snapshot of the weights for the engines; every trainer's recency window starts anew."""
     parts.buffer.new_window()
+    if parts.events is not None:
+        parts.events.published(version)
+    if evaluate and parts.metrics is not None:
+        parts.totals.evaluations_due.add(version)
     if parts.evaluator is not None and evaluate:
         evaluate_policy(parts, parts.evaluator, version)
     if parts.publisher is None:
@@ -728,11 +848,15 @@ def state_metrics(parts: TrainerParts, *, version: int) -> dict[str, float]:
         "time/generated_tokens_per_s": (arrivals.generated_tokens - totals.tokens_before) / elapsed,
         "time/trainer_idle_fraction": parts.clock.fraction(),
         "weights/version": version,
+        "faults/skipped_steps": totals.skipped_steps,
     }
+    if parts.checkpointer is not None:
+        metrics["faults/failed_checkpoints"] = parts.checkpointer.num_failed
+        metrics["time/checkpoint_write_s"] = parts.checkpointer.last_s
     for reason, seconds in parts.clock.seconds().items():
         metrics[f"time/trainer_waiting_{reason}_s"] = seconds
     for work, seconds in parts.clock.busy_seconds().items():
-        metrics[f"time/{work}_s"] = seconds / max(version, 1)  # mean per step
+        metrics[f"time/{work}_s"] = seconds / max(version - parts.first_step, 1)  # mean per step
     if parts.publisher is not None and parts.publisher.last_broadcast_s > 0:
         metrics["weights/broadcast_s"] = parts.publisher.last_broadcast_s
         metrics["weights/gb_per_s"] = (
@@ -756,6 +880,73 @@ def readable(parts: TrainerParts, trajectory: Trajectory, step: int) -> dict[str
     }
 
 
+def save(parts: TrainerParts, version: int, *, wait: bool, arrived: bool = True) -> None:
+    """Begins a checkpoint of everything, to be written while training goes on; all must call it.
+
+    Left out if the last one is still being written.
+
+    Args:
+        wait: for that one first, and for this one to be written.
+        arrived: take in what has come, first.
+
+    Raises:
+        RuntimeError: too many in a row could not be written.
+    """
+    checkpointer = parts.checkpointer
+    if checkpointer is None:
+        return
+    alive = parts.control.alive
+    parts.control.progress("saving a checkpoint", parts.control.startup_timeout_s)
+    with parts.clock.busy("checkpoint"):
+        if wait:
+            checkpointer.wait(on_wait=alive)
+        elif any_rank(checkpointer.busy, parts.group, device_of(parts.policy)):
+            if parts.ranks.rank == 0:
+                logger.warning("no checkpoint at step %d: the last is still being written", version)
+            return
+        if checkpointer.failed_too_often:
+            raise RuntimeError(
+                f"{checkpointer.failures} checkpoints in a row could not be written "
+                "(checkpoint.max_failures; the log says why)"
+            )
+        if arrived:
+            receive(parts)
+        if parts.events is not None:
+            parts.events.saved(version)
+        snapshot = state.take(parts, version)
+        checkpointer.write(snapshot, parts.arrivals.held_out, due=parts.totals.evaluations_due)
+        if wait:
+            checkpointer.wait(on_wait=alive)
+
+
+def stop_reason(parts: TrainerParts) -> str | None:
+    """Why the job is to stop now, the same on all trainers; None: it is not."""
+    reason = parts.control.stop_reason
+    now = time.monotonic()
+    if reason is None and parts.stop_file is not None and now - parts.totals.stop_looked >= 1.0:
+        parts.totals.stop_looked = now
+        if parts.stop_file.exists():
+            reason = f"{parts.stop_file} is there"
+    if not any_rank(reason is not None, parts.group, device_of(parts.policy)):
+        return None
+    return reason or "another trainer was told to"
+
+
+def stop(parts: TrainerParts, version: int, reason: str) -> None:
+    """Ends the job after a checkpoint; trainer 0 speaks for all."""
+    if parts.writer is not None:
+        parts.writer.close()
+    if parts.metrics is None:
+        parts.control.progress("waiting for trainer 0 to stop", parts.control.startup_timeout_s)
+        while True:  # the control plane ends this process
+            time.sleep(1.0)
+    parts.metrics.close()
+    saved = parts.checkpointer is not None and parts.checkpointer.path(version).is_dir()
+    parts.control.stop(
+        f"{reason}: " + (f"saved at step {version}, resume=auto goes on" if saved else "not saved")
+    )
+
+
 def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
     """Waits for the last evaluation and the searchers' goodbye; writes what the run leaves."""
     totals, arrivals = parts.totals, parts.arrivals
@@ -763,18 +954,16 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
     wall_s = time.monotonic() - totals.training_started
     idle = parts.clock.fraction()
     rates = state_metrics(parts, version=cfg.steps)
-    parts.control.progress("gathering the policy", parts.control.startup_timeout_s)
-    weights = whole_state(parts.policy, keep=parts.metrics is not None)
     parts.control.progress("waiting for the last evaluation", parts.control.startup_timeout_s)
+    while parts.metrics is not None and cfg.steps not in arrivals.held_out:
+        receive(parts, timeout_s=0.5)
+    save(parts, cfg.steps, wait=True)
     if parts.metrics is None:
         if parts.channel is not None:
             parts.channel.close()  # when the searchers have left
         parts.control.progress("waiting for trainer 0", parts.control.startup_timeout_s)
         close(parts)
         return
-    while cfg.steps not in arrivals.held_out:
-        receive(parts, timeout_s=0.5)
-    parts.control.progress("saving the policy", parts.control.startup_timeout_s)
     by_step = dict(sorted(arrivals.held_out.items()))
     accuracy = {step: v["accuracy"] for step, v in by_step.items() if "accuracy" in v}
     summary: dict[str, Any] = {
@@ -794,19 +983,16 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
         "trained_tokens_per_s": rates["time/trained_tokens_per_s"],
         **parts.accounting.summary(),
         "duplicate_fraction": rates["buffer/duplicate_fraction"],
+        "skipped_steps": totals.skipped_steps,
+        "failed_checkpoints": parts.checkpointer.num_failed if parts.checkpointer else 0,
         "engine_logprob_gap": max(arrivals.logprob_gap.values(), default=None),
         "accuracy_by_step": {str(step): value for step, value in accuracy.items()},
         "held_out_by_step": {str(step): values for step, values in by_step.items()},
     }
-    state = {"step": cfg.steps, "held_out": by_step[cfg.steps]}
-    folder = save_policy(
-        parts.run_dir / "checkpoints" / f"step-{cfg.steps}",
-        parts.policy,
-        parts.tokenizer,
-        state,
-        log_z_head=parts.log_z_head,
-        weights=weights,
-    )
+    assert parts.checkpointer is not None
+    folder = parts.checkpointer.path(cfg.steps)
+    if not folder.is_dir():
+        raise RuntimeError("the policy could not be saved; the log says why")
     summary["checkpoint"] = str(folder)
     write_summary(parts.run_dir, summary)
     parts.metrics.close()

@@ -1,0 +1,140 @@
+"""What decides the losses of a trainer, written as it happens: its event log.
+
+Arrivals, draws, publications and checkpoints; the trajectories themselves are in the run's `.traj`
+files. `replay.py` does the same again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class EventLog:
+    """One JSON object a line in `events/trainer-T.jsonl`; what is there is continued.
+
+    ========== ==============================================================================
+    start      `step` that training goes on from, `record`: messages in the `.traj` file so far,
+               `threads` of torch
+    arrived    the next message of that file was stored
+    drawn      `step`, `items`: arrival numbers in the buffer
+    published  `version`
+    saved      `step` of a checkpoint, with all that came before in it
+    ========== ==============================================================================
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        if self._file.tell():
+            self._file.write("\n")  # ends a line that was cut; empty ones are skipped
+
+    def started(self, step: int, record: int) -> None:
+        """The trainer is about to go on from `step`."""
+        threads = torch.get_num_threads()
+        self._write({"event": "start", "step": step, "record": record, "threads": threads})
+
+    def arrived(self) -> None:
+        """A message of trajectories was stored."""
+        self._write({"event": "arrived"})
+
+    def drawn(self, step: int, items: Sequence[int]) -> None:
+        """The groups of a step were drawn, items in their order."""
+        self._write({"event": "drawn", "step": step, "items": list(items)})
+
+    def published(self, version: int) -> None:
+        """The recency window begins anew."""
+        self._write({"event": "published", "version": version})
+
+    def saved(self, step: int) -> None:
+        """A checkpoint was taken."""
+        self._write({"event": "saved", "step": step})
+
+    def close(self) -> None:
+        """A second time does nothing."""
+        self._file.close()
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(json.dumps(event) + "\n")
+        self._file.flush()
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """What a trainer was given before an optimizer step, and what it then drew."""
+
+    step: int
+    # Numbers of messages in the `.traj` file, in order of arrival; None: a version was published,
+    # so that the recency window began anew
+    before: list[int | None] = field(default_factory=list)
+    items: list[int] = field(default_factory=list)  # arrival numbers
+
+
+def read_events(path: Path) -> tuple[list[Step], int]:
+    """The steps that led to the policy of the run's end, and the number of torch's threads.
+
+    What happened after a checkpoint from which the run was resumed, until it was, is left out.
+
+    Raises:
+        ValueError: the file can't be read, or does not begin where the run began.
+    """
+    steps: list[Step] = []
+    saved: dict[int, tuple[int, list[int | None]]] = {}  # step -> steps done, `before` since
+    before: list[int | None] = []
+    record, threads = 0, 1
+    for event in _read(path):
+        kind = event["event"]
+        if kind == "start":
+            record, threads, first = event["record"], event["threads"], event["step"]
+            if first and first not in saved:
+                raise ValueError(
+                    f"{path}: the run began from a checkpoint of another run at step {first}: only "
+                    "one that began from the model itself can be replayed"
+                )
+            done, since = saved[first] if first else (0, [])
+            steps, before = steps[:done], list(since)
+        elif kind == "arrived":
+            before.append(record)
+            record += 1
+        elif kind == "published":
+            before.append(None)
+        elif kind == "drawn":
+            steps.append(Step(step=event["step"], before=before, items=event["items"]))
+            before = []
+        else:
+            saved[event["step"]] = len(steps), list(before)
+    return steps, threads
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The events; a line that a dying process has cut is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ValueError(
+            f"{path} can't be read ({error.strerror}): only a run with "
+            "run.save_trajectories=true can be replayed"
+        ) from error
+    events: list[dict[str, Any]] = []
+    cut = 0
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            event = json.loads(line)
+            assert event["event"] in ("start", "arrived", "drawn", "published", "saved")
+        except (ValueError, KeyError, TypeError, AssertionError):
+            event = None
+        if cut and (event is None or event["event"] != "start"):
+            raise ValueError(f"{path}, line {cut}: not an event, although others follow")
+        if event is None:
+            cut = number
+        else:
+            cut = 0
+            events.append(event)
+    return events
