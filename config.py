@@ -292,7 +292,7 @@ def _check_rewards(cfg: DictConfig) -> None:
 
 
 def _check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
-    if cfg.mode == "offline":
+    if not searches(cfg):
         return  # every rank trains
     if ranks.world_size == 1:
         if cfg.mode != "sync":

@@ -19,8 +19,8 @@ class EventLog:
     """One JSON object a line in `events/trainer-T.jsonl`; what is there is continued.
 
     ========== ==============================================================================
-    start      `step` that training goes on from, `record`: messages in the `.traj` file so far,
-               `threads` of torch
+    start      `step` that training goes on from, `trainers`, `threads` of torch, `record`:
+               messages in the `.traj` file so far
     arrived    the next message of that file was stored
     drawn      `step`, `items`: arrival numbers in the buffer
     published  `version`
@@ -34,10 +34,10 @@ class EventLog:
         if self._file.tell():
             self._file.write("\n")  # ends a line that was cut; empty ones are skipped
 
-    def started(self, step: int, record: int) -> None:
+    def started(self, step: int, *, trainers: int, record: int) -> None:
         """The trainer is about to go on from `step`."""
-        threads = torch.get_num_threads()
-        self._write({"event": "start", "step": step, "record": record, "threads": threads})
+        event = {"event": "start", "step": step, "trainers": trainers, "record": record}
+        self._write({**event, "threads": torch.get_num_threads()})
 
     def arrived(self) -> None:
         """A message of trajectories was stored."""
@@ -75,13 +75,14 @@ class Step:
     items: list[int] = field(default_factory=list)  # arrival numbers
 
 
-def read_events(path: Path) -> tuple[list[Step], int]:
+def read_events(path: Path, trainers: int) -> tuple[list[Step], int]:
     """The steps that led to the policy of the run's end, and the number of torch's threads.
 
     What happened after a checkpoint from which the run was resumed, until it was, is left out.
 
     Raises:
-        ValueError: the file can't be read, or does not begin where the run began.
+        ValueError: the file can't be read, does not begin where the run began, or is of another
+            number of trainers, at some time.
     """
     steps: list[Step] = []
     saved: dict[int, tuple[int, list[int | None]]] = {}  # step -> steps done, `before` since
@@ -91,6 +92,11 @@ def read_events(path: Path) -> tuple[list[Step], int]:
         kind = event["event"]
         if kind == "start":
             record, threads, first = event["record"], event["threads"], event["step"]
+            if event["trainers"] != trainers:
+                raise ValueError(
+                    f"{path}: the run had {event['trainers']} trainers at step {first} and "
+                    f"{trainers} in the end: it can't be replayed"
+                )
             if first and first not in saved:
                 raise ValueError(
                     f"{path}: the run began from a checkpoint of another run at step {first}: only "

@@ -37,7 +37,9 @@ def replay(cfg: TrainerConfig, parts: TrainerParts, folder: Path) -> None:
         RuntimeError: another draw came of it: the code or the settings have changed.
     """
     rank = parts.ranks.rank
-    steps, threads = read_events(folder / "events" / f"trainer-{rank}.jsonl")
+    steps, threads = read_events(
+        folder / "events" / f"trainer-{rank}.jsonl", parts.ranks.num_trainers
+    )
     torch.set_num_threads(threads)  # sums are split by threads
     messages = list(read_messages(folder / "trajectories" / f"trainer-{rank}.traj"))
     losses = recorded_losses(folder)

@@ -779,7 +779,11 @@ def run_trainer(setup: Setup, parts: TrainerParts) -> None:
             raise config.UserError(f"resume={cfg.resume}: {error}") from error
     if parts.events is not None:
         assert parts.writer is not None
-        parts.events.started(parts.first_step, parts.writer.num_records)
+        parts.events.started(
+            parts.first_step,
+            trainers=setup.ranks.num_trainers,
+            record=parts.writer.num_records,
+        )
     try:
         train(
             cfg.trainer,

@@ -14,17 +14,18 @@ else
   address=$name # rank 0's is what the others look for; a node's name for itself may be another
   is_host=$([ "${SLURM_NODEID:?is set by srun}" = 0 ] && echo true || echo false)
 fi
-# Before the user's first override, so that a run.name of theirs counts; Hydra's options (--...)
+# Before the user's first override, so that theirs count; Hydra's options (--...)
 # must not stand between overrides.
+mine=("run.name=$RUN_NAME" resume=auto "run.stop_file=$LOG_DIR/stop")
 arguments=() named=
 for argument in "$@"; do
   if [[ -z $named && $argument == [!-]*=* ]]; then
-    arguments+=("run.name=$RUN_NAME")
+    arguments+=("${mine[@]}")
     named=1
   fi
   arguments+=("$argument")
 done
-[ -n "$named" ] || arguments+=("run.name=$RUN_NAME")
+[ -n "$named" ] || arguments+=("${mine[@]}")
 
 command=(
   "$PYTHON" -m torch.distributed.run

@@ -120,7 +120,12 @@ def test_prompts_per_step_and_in_flight():
 # --------------------------------------------------------------------------- what is wrong
 
 MISTAKES = [
-    (["mode=replay"], 2, ["mode='replay'", "async, sync, offline"]),
+    (["mode=online"], 2, ["mode='online'", "async, sync, offline, replay"]),
+    (["mode=replay"], 2, ["mode=replay needs data="]),
+    (["mode=replay", "data=x", "resume=auto", "run.name=x"], 1, ["mode=replay", "resume"]),
+    (["deterministic=true"], 2, ["deterministic=true needs mode=sync"]),
+    (["resume=auto"], 2, ["resume=auto needs run.name"]),
+    (["checkpoint.keep=0"], 2, ["checkpoint.keep=0 must be positive"]),
     (["mode=offline"], 2, ["mode=offline", "data=", "jsonl"]),
     (["data=runs/a"], 2, ["data=runs/a", "mode=offline"]),
     (["mode=offline", "data=[a,3]"], 2, ["data=", "path"]),

@@ -118,7 +118,9 @@ def test_one_node(slurm):
     assert value(words, "--rdzv-endpoint") == "localhost:0"  # any free port
     assert value(words, "--log-dir") == f"{slurm['LOGS']}/slurm-4711/a1"
     program = words[words.index("train.py") :]
-    assert program == ["train.py", "run.name=slurm-4711", "task=gsm8k", "task.mixture={gcd: 2}"]
+    assert program[:3] == ["train.py", "run.name=slurm-4711", "resume=auto"]
+    assert program[3] == f"run.stop_file={slurm['LOGS']}/slurm-4711/stop"
+    assert program[4:] == ["task=gsm8k", "task.mixture={gcd: 2}"]
 
 
 def test_dry_runs_need_no_slurm(slurm):
@@ -167,9 +169,9 @@ def test_ports_do_not_collide(slurm):
     assert max(map(int, ports.values())) < 32768  # Linux: ip_local_port_range
 
 
-def test_a_restarted_job_has_names_of_its_own(slurm):
+def test_a_restarted_job_goes_on_with_logs_of_its_own(slurm):
     [words] = dry_run("one_node.sbatch", slurm, SLURM_RESTART_COUNT="2")
-    assert "run.name=slurm-4711-restart-2" in words
+    assert "run.name=slurm-4711" in words and "resume=auto" in words  # the run goes on
     assert value(words, "--log-dir").endswith("/slurm-4711-restart-2/a1")
 
 
@@ -178,7 +180,9 @@ def test_the_users_own_run_name_counts(slurm):
     [words] = dry_run("one_node.sbatch", slurm, *arguments)
     program = words[words.index("train.py") + 1 :]
     # Hydra takes the last of two, and no option between overrides
-    assert program == [*arguments[:2], "run.name=slurm-4711", *arguments[2:]]
+    log = value(words, "--log-dir").rpartition("/")[0]
+    mine = ["run.name=slurm-4711", "resume=auto", f"run.stop_file={log}/stop"]
+    assert program == [*arguments[:2], *mine, *arguments[2:]]
 
 
 def test_sweep(slurm, tmp_path):
@@ -186,9 +190,9 @@ def test_sweep(slurm, tmp_path):
     file.write_text("# two runs\n\nseed=1 'task.mixture={gcd: 2}'\n  loss=rloo seed=2\n")
     array = {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "1"}
     [words] = dry_run("sweep.sbatch", slurm, str(file), "task=gsm8k", **array)
-    assert words[words.index("train.py") + 1 :] == [
-        *("run.name=slurm-4700_1", "task=gsm8k", "seed=1", "task.mixture={gcd: 2}")
-    ]
+    program = words[words.index("train.py") + 1 :]
+    assert program[0] == "run.name=slurm-4700_1"
+    assert program[3:] == ["task=gsm8k", "seed=1", "task.mixture={gcd: 2}"]
     array["SLURM_ARRAY_TASK_ID"] = "2"
     [words] = dry_run("sweep.sbatch", slurm, str(file), **array)
     assert words[-2:] == ["loss=rloo", "seed=2"] and "run.name=slurm-4700_2" in words
@@ -236,7 +240,7 @@ def test_mistakes_are_one_line(slurm, changes, words):
     [
         (signal.SIGUSR1, {"MAX_REQUEUES": "2", "SLURM_RESTART_COUNT": "1"}, True),
         (signal.SIGUSR1, {"MAX_REQUEUES": "2", "SLURM_RESTART_COUNT": "2"}, False),
-        (signal.SIGUSR1, {}, False),
+        (signal.SIGUSR1, {"MAX_REQUEUES": "0"}, False),
         (signal.SIGTERM, {"MAX_REQUEUES": "2"}, False),  # Slurm itself does
     ],
     ids=["time-limit", "too-often", "not-asked", "preempted"],
@@ -250,7 +254,7 @@ def test_signals_end_torchrun_before_the_job_is_queued_anew(
     job = subprocess.Popen(
         ["bash", str(ROOT / "launch" / script)],
         cwd=ROOT,
-        env={**slurm, "PYTHON": str(tmp_path / "bin" / "slow_python"), **changes},
+        env={**slurm, "PYTHON": str(tmp_path / "bin" / "slow_python"), "STOP_GRACE_S": "1", **changes},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -267,6 +271,8 @@ def test_signals_end_torchrun_before_the_job_is_queued_anew(
     ends = ["ended"] * num_nodes + ["scontrol requeue 4711"] * requeued
     assert lines == ["started"] * num_nodes + ends
     assert code != 0
+    asked = list((tmp_path / "logs").rglob("stop"))
+    assert len(asked) == (number == signal.SIGUSR1)  # before it was told to end
 
 
 def free_job_id() -> str:

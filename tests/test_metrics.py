@@ -85,7 +85,7 @@ def test_documented_names():
     for name in ("reward/", "reward/a/b", "time/trainer_waiting__x", "policy/kl", "mean"):
         assert not is_documented(name), name
     prefixes = (
-        *("reward", "loss", "policy", "buffer", "staleness"),
+        *("reward", "loss", "policy", "buffer", "staleness", "faults"),
         *("time", "memory", "weights", "eval"),
     )
     for name, description in METRICS.items():

@@ -162,7 +162,9 @@ class RecordingEngine:
     begun: dict[int, tuple[Sampling, int]] = field(default_factory=dict)
     since_update: int = 0
 
-    def add(self, key: int, prompt: np.ndarray, sampling: Sampling) -> None:
+    def add(
+        self, key: int, prompt: np.ndarray, sampling: Sampling, *, seed: int | None = None
+    ) -> None:
         self.calls.append(sampling)
         self.left[key] = self.steps_of(key)
         self.begun[key] = (sampling, self.version)
@@ -234,6 +236,7 @@ def make_parts(path: str, engine: Any, **changes: Any) -> SearcherParts:
         "eval_measures": True,
         "max_response_tokens": 8,
         "seed": 3,
+        "completed": np.zeros(len(problems), dtype=np.int64),
         **changes,
     }
     return SearcherParts(**options)
@@ -476,7 +479,7 @@ def score_and_ship(
     """What comes of the prompts' responses when all is shipped."""
     groups = Groups()
     for key, prompt_id in enumerate(ids):
-        groups.open[key] = Group(prompt_id=prompt_id)
+        groups.open[key] = Group(key=key, prompt_id=prompt_id)
         engine.add(key, parts.prompt_tokens[prompt_id], sampling)
     while groups.open:
         generate(parts, groups)

@@ -17,6 +17,7 @@ from comm import Kind, Message, Ranks
 from model import Layout, load_policy, prepare_for_packing, response_logprobs
 from schedules import linear_at
 from trainer import (
+    Arrivals,
     TrainerConfig,
     TrainerParts,
     complete_reference,
@@ -55,6 +56,7 @@ def make_parts(path: str, *, recency=lambda step: 0.0, **buffer_options) -> Trai
         run_dir=Path(),
         started=0.0,
         reference=reference,
+        arrivals=Arrivals(completed=np.zeros(8, dtype=np.int64)),
     )
 
 
