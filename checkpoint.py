@@ -215,8 +215,8 @@ class Checkpointer:
 
     @property
     def failed_too_often(self) -> bool:
-        """Whether more than `checkpoint.max_failures` in a row have failed."""
-        return self.failures > self._cfg.max_failures
+        """Whether `checkpoint.max_failures` in a row have failed."""
+        return self.failures >= self._cfg.max_failures
 
     @property
     def busy(self) -> bool:

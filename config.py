@@ -185,6 +185,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "weights.max_logprob_gap",
         "searcher.top_p",
         "checkpoint.keep",
+        "checkpoint.max_failures",
     )
     _not_negative(
         cfg,
@@ -199,7 +200,6 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "run.log_every_s",
         "trainer.max_skipped_steps",
         "checkpoint.every",
-        "checkpoint.max_failures",
     )
     for key in (
         "trainer.max_grad_norm",

@@ -180,7 +180,7 @@ class Metrics:
         self._bar = _Bar(self._stream, total_steps) if self._stream.isatty() else None
         self._latest: dict[str, float] = {}
         self._first: tuple[int, float] | None = None  # step and time of the first progress
-        self._last_line_s = -math.inf
+        self._last_line_s = self._last_failure_s = -math.inf
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append `{"step", "wall_s", **values}` to metrics.jsonl, and to TensorBoard.
@@ -195,11 +195,24 @@ class Metrics:
         assert not unknown, f"metrics {unknown} are not documented: add them to metrics.METRICS"
         numbers = {name: float(value) for name, value in values.items()}
         line = {"step": step, "wall_s": round(self._now() - self._start, 3), **numbers}
-        self._file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
-        self._file.flush()
-        for name, number in numbers.items():
-            self._writer.add_scalar(name, number, step)
+        with self.disk_may_be_full():
+            self._file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
+            self._file.flush()
+        with self.disk_may_be_full():  # TensorBoard's thread failed, and says so here ever after
+            for name, number in numbers.items():
+                self._writer.add_scalar(name, number, step)
         self._latest.update(numbers)
+
+    @contextmanager
+    def disk_may_be_full(self) -> Iterator[None]:
+        """What can't be written inside is lost, said once a minute; the run goes on."""
+        try:
+            yield
+        except OSError as error:
+            now = self._now()
+            if now - self._last_failure_s >= 60.0:
+                self._last_failure_s = now
+                self.note(f"metrics can't be written ({error}); the run goes on without them")
 
     def progress(self, step: int, values: Mapping[str, float]) -> None:
         """Show where the run stands: in place in a terminal, else a line every `log_every_s`.
@@ -238,8 +251,9 @@ class Metrics:
         """End the progress line and close the files; a second call does nothing."""
         if self._bar is not None:
             self._bar.close()
-        self._writer.close()
-        self._file.close()
+        for file in (self._writer, self._file):
+            with self.disk_may_be_full():
+                file.close()
 
 
 class _Bar:

@@ -176,7 +176,10 @@ def run(cfg: DictConfig, *, started: float) -> None:
         gathering = None
         if setup.sharded and setup.searches:
             gathering = make_gathering_group(ranks.num_trainers, setup.weights_backend)
-        if open_run(setup):
+        goes_on = open_run(setup)
+        if ranks.rank == 0:
+            heed_stop_file(setup, control)
+        if goes_on:
             run_role(setup, control, trainers, gathering)
         control.progress("leaving", cfg.cluster.startup_timeout_s)  # trainer 0 saves the policy
         dist.barrier()
@@ -378,6 +381,20 @@ def open_run(setup: Setup) -> bool:
         elif setup.saved is not None:
             logger.info("going on from %s", setup.saved.folder)
     return not answer["ended"]
+
+
+def heed_stop_file(setup: Setup, control: Control) -> None:
+    """What a stop file means that is there before training begins.
+
+    A job that was started by hand, or by Slurm, removes what stopped the one before. One that
+    torchrun started again, because that one did not exit with 0, stops too.
+    """
+    path = Path(setup.cfg.run.stop_file or setup.run_dir / "stop")
+    if not path.exists():
+        return
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+        control.stop(f"{path} is there")
+    path.unlink()
 
 
 def find_checkpoint(setup: Setup) -> Checkpoint | None:

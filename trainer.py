@@ -790,7 +790,8 @@ def report(
         parts.metrics.progress(step + 1, metrics)
         if rollouts_every and step % rollouts_every == 0 and parts.arrivals.samples:
             samples = [readable(parts, t, step) for t in parts.arrivals.samples]
-            write_rollouts(parts.run_dir, step, samples)
+            with parts.metrics.disk_may_be_full():
+                write_rollouts(parts.run_dir, step, samples)
     for recent in (
         parts.arrivals.rewards,
         parts.arrivals.parts,

@@ -254,7 +254,12 @@ def test_signals_end_torchrun_before_the_job_is_queued_anew(
     job = subprocess.Popen(
         ["bash", str(ROOT / "launch" / script)],
         cwd=ROOT,
-        env={**slurm, "PYTHON": str(tmp_path / "bin" / "slow_python"), "STOP_GRACE_S": "1", **changes},
+        env={
+            **slurm,
+            "PYTHON": str(tmp_path / "bin" / "slow_python"),
+            "STOP_GRACE_S": "1",
+            **changes,
+        },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
