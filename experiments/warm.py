@@ -76,6 +76,37 @@ class Server:
             raise UserError(value)
         return value
 
+    def start(
+        self,
+        overrides: list[str],
+        logs: Sequence[Path],
+        *,
+        before: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """The processes of one run, a rank and a log file each; the caller sees to their end.
+
+        Args:
+            before: called in each process before the run; it must be importable there.
+        """
+        port = _free_port()
+        processes: list[Any] = [
+            self._context.Process(
+                target=_rank,
+                args=(rank, len(logs), port, overrides, str(log), before),
+                name=f"rank {rank}",
+            )
+            for rank, log in enumerate(logs)
+        ]
+        started: list[Any] = []
+        try:
+            for process in processes:
+                process.start()
+                started.append(process)
+        except BaseException:
+            _end(started)
+            raise
+        return started
+
     def execute(
         self,
         overrides: list[str],
@@ -91,21 +122,10 @@ class Server:
         Args:
             before: called in each process before the run; it must be importable there.
         """
-        port = _free_port()
-        processes = [
-            self._context.Process(
-                target=_rank,
-                args=(rank, len(logs), port, overrides, str(log), before),
-                name=f"rank {rank}",
-            )
-            for rank, log in enumerate(logs)
-        ]
         started: list[Any] = []
         reason = ""
         try:
-            for process in processes:
-                process.start()
-                started.append(process)
+            started += self.start(overrides, logs, before=before)
             waiting = {process.sentinel: process for process in started}
             deadline = time.monotonic() + timeout_s
             while waiting:
