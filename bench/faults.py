@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -38,8 +39,6 @@ import psutil  # noqa: E402
 
 from bench.measure import say  # noqa: E402
 from experiments import warm  # noqa: E402
-from tasks.arithmetic import Arithmetic  # noqa: E402
-from tasks.task import Problem  # noqa: E402
 
 ENDS_WITHIN_S = 90.0  # for a job that ends, from the fault on
 NOTICED_WITHIN_S = 30.0  # a rank that died
@@ -96,9 +95,9 @@ class Place:
 
     def overrides(self, *more: str) -> list[str]:
         """Of the command line, for a job that goes on until something happens to it."""
+        other_task = any(override.startswith("task=") for override in more)
         return [
-            "task=arithmetic",
-            "task.num_test=16",
+            *([] if other_task else ["task=arithmetic", "task.num_test=16"]),
             "model=custom",
             f"model.path={self.model}",
             "engine=hf",
@@ -683,34 +682,12 @@ def out_of_memory(place: Place) -> int:
 # --------------------------------------------------------------------------- rewards
 
 
-@dataclass(slots=True, kw_only=True)
-class Unruly(Arithmetic):
-    """Sums; scoring the responses to one prompt in seven goes wrong.
-
-    Attributes:
-        how: hang, crash, raise or nan.
-    """
-
-    how: str
-
-    def score(self, problems: Sequence[Problem], responses: Sequence[str]) -> list[Any]:
-        if problems[0].prompt_id % 7 != 3:
-            return Arithmetic.score(self, problems, responses)
-        if self.how == "hang":
-            time.sleep(3600)
-        if self.how == "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if self.how == "raise":
-            raise RuntimeError("this reward fails")
-        return [{"correct": float("nan")} for _ in problems]
-
-
 def _reward_fault(place: Place, how: str, status: str) -> int:
     from metrics import read_metrics
 
-    more = ["task._target_=bench.faults.Unruly", f"+task.how={how}", "rewards.time_limit_s=0.3"]
-    with place.job(2, *more, "trainer.steps=30") as job:
-        assert job.end() == [0, 0], job.output()
+    more = ["task._target_=bench.unruly.Unruly", f"+task.how={how}", "rewards.time_limit_s=0.3"]
+    with place.job(2, *more, "trainer.steps=60") as job:
+        assert job.end(timeout_s=150) == [0, 0], job.output()
     shares = [r.get(f"reward/{status}_fraction", 0.0) for r in read_metrics(place.run)]
     assert 0.0 < max(shares) < 1.0, shares
     return 0
@@ -755,7 +732,7 @@ def _gsm8k(place: Place, content: bytes, *words: str) -> int:
     folder.mkdir()
     (folder / "train.jsonl").write_bytes(content)
     (folder / "test.jsonl").write_bytes(b'{"question": "1+1?", "answer": "#### 2"}\n' * 4)
-    more = ["task=gsm8k", f"task.data_dir={folder}", "~task.num_test", "trainer.steps=10"]
+    more = ["task=gsm8k", f"task.data_dir={folder}", "trainer.steps=10"]
     more += ["task.max_prompt_tokens=16", "task.max_response_tokens=8"]
     return _refused(place, ["task.data_dir", *words], *more)
 
@@ -770,7 +747,7 @@ def data_malformed(place: Place) -> int:
 
 @fault("the same", slow=True)
 def data_empty(place: Place) -> int:
-    return _gsm8k(place, b"", "train.jsonl")
+    return _gsm8k(place, b"", "the train split has no problems")
 
 
 @fault("the same, with the nearest name", slow=True)
@@ -895,10 +872,11 @@ def main() -> None:
     left_out = [one.name for one in chosen if not can_have(one.needs)]
     chosen = [one for one in chosen if can_have(one.needs)]
     survived, hangs, missing, seconds = [], [], 0, {}
-    with tempfile.TemporaryDirectory(prefix="faults-") as name:
-        model, server = make_model(Path(name) / "model"), warm.Server()
+    work = Path(tempfile.mkdtemp(prefix="faults-"))
+    try:
+        model, server = make_model(work / "model"), warm.Server()
         for number, one in enumerate(chosen, start=1):
-            place = make_place(Path(name) / one.name, model, server)
+            place = make_place(work / one.name, model, server)
             begun = time.monotonic()
             try:
                 count = one.inject(place)
@@ -907,11 +885,17 @@ def main() -> None:
                 outcome = "survived" + (f", {count} trajectories lost" if count else "")
             except Exception as error:
                 hangs += [one.name] if isinstance(error, Hang) else []
-                outcome = f"NOT AS PROMISED: {error}"
+                logs = place.folder.parent / f"{one.name}.txt"
+                logs.write_text(traceback.format_exc())
+                outcome = f"NOT AS PROMISED: {str(error)[:200]!r}, see {logs}"
             seconds |= place.seconds
             took = time.monotonic() - begun
             say(f"{number}/{len(chosen)} {one.name} ({took:.0f} s): {outcome}")
             shutil.rmtree(place.folder, ignore_errors=True)
+    finally:
+        shutil.rmtree(work / "model", ignore_errors=True)
+        with suppress(OSError):
+            work.rmdir()  # but for the logs of promises that were broken
     result = {
         "faults_tried": len(chosen),
         "survived_as_promised": len(survived),
