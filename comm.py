@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import queue
+import secrets
 import sys
 import threading
 import time
@@ -154,8 +155,48 @@ def init_world(ranks: Ranks, *, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+        return
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    # torchrun gives ranks that it has restarted the store of those before, with what they wrote
+    store = dist.PrefixStore(agree_on_name(store, ranks, timeout_s=timeout_s), store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def agree_on_name(store: dist.Store, ranks: Ranks, *, timeout_s: float) -> str:
+    """A random name that all ranks of this start of the job know, and no earlier start's.
+
+    The store may hold what an earlier start wrote. So each rank shows a random token of its own,
+    and believes only an answer of rank 0 that holds it.
+
+    Raises:
+        TimeoutError: a rank did not come; it is named.
+    """
+    tokens = {f"hello/{rank}": b"" for rank in range(ranks.world_size)}
+    own, name = secrets.token_hex(8), secrets.token_hex(8)
+    store.set(f"hello/{ranks.rank}", own)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if ranks.rank == 0:
+            seen = {key: store.get(key) if store.check([key]) else b"" for key in tokens}
+            if seen != tokens:
+                tokens = seen
+                store.set("welcome", json.dumps([name, [t.decode() for t in seen.values()]]))
+            accepted = [f"accepted/{name}/{rank}" for rank in range(1, ranks.world_size)]
+            missing = [key for key in accepted if not store.check([key])]
+            if not missing:
+                return name
+        elif store.check(["welcome"]):
+            welcome, shown = json.loads(store.get("welcome"))
+            if own in shown:
+                store.set(f"accepted/{welcome}/{ranks.rank}", "1")
+                return welcome
+        if time.monotonic() > deadline:
+            who = missing[0].rpartition("/")[2] if ranks.rank == 0 else "0"
+            raise TimeoutError(
+                f"{ranks.name(int(who))} (rank {who}) did not come within {timeout_s:.0f} s "
+                "(cluster.startup_timeout_s)"
+            )
+        time.sleep(0.02)
 
 
 def broadcast_text(text: str, *, src: int = 0) -> str:
