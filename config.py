@@ -368,8 +368,6 @@ def _check_exploration(cfg: DictConfig) -> None:
 
 
 def _check_data(cfg: DictConfig) -> None:
-    if cfg.mode == "replay" and not isinstance(cfg.data, str):
-        raise ValueError("mode=replay needs data=<folder of a run>")
     if (cfg.mode in ("offline", "replay")) != (cfg.data is not None):
         raise ValueError(
             "mode=offline needs data=<run folder, *.traj or *.jsonl files>"
@@ -390,8 +388,6 @@ def _check_resume(cfg: DictConfig, ranks: Ranks) -> None:
     if cfg.resume == "auto" and cfg.run.name is None:
         raise ValueError("resume=auto needs run.name: a job that starts again must find its run")
     if cfg.mode == "replay":
-        if cfg.resume != "none":
-            raise ValueError("mode=replay begins where the recorded run began: leave resume out")
         if cfg.cluster.trainers != ranks.world_size:
             raise ValueError(
                 f"mode=replay: the recorded run had {cfg.cluster.trainers} trainers, start as many "
@@ -651,6 +647,10 @@ def recorded(cfg: DictConfig) -> DictConfig:
     Raises:
         ValueError: `data` is no folder of a run, or of one that can't be replayed.
     """
+    if not isinstance(cfg.data, str):
+        raise ValueError("mode=replay needs data=<folder of a run>")
+    if cfg.resume != "none":
+        raise ValueError("mode=replay begins where the recorded run began: leave resume out")
     path = os.path.join(str(cfg.data), "config.yaml")
     try:
         saved = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))

@@ -153,6 +153,11 @@ class Setup:
 
 def run(cfg: DictConfig, *, started: float) -> None:
     """One rank's whole life."""
+    if cfg.mode == "replay":
+        cfg = config.recorded(cfg)
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
+        torch.use_deterministic_algorithms(True)
     ranks = ranks_from_environment(
         cfg.cluster.trainers,
         searching=config.searches(cfg),
@@ -1037,12 +1042,7 @@ def main(cfg: DictConfig) -> None:
     if alone and cfg.mode == "async":
         print("one process (no torchrun): mode=sync", file=sys.stderr)
         cfg.mode = "sync"
-    if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
-        torch.use_deterministic_algorithms(True)
     try:
-        if cfg.mode == "replay" and isinstance(cfg.data, str):
-            cfg = config.recorded(cfg)
         OmegaConf.set_readonly(cfg, True)
         run(cfg, started=STARTED)
     except ValueError as error:  # before the ranks have met: a mistake that all of them see

@@ -121,8 +121,6 @@ def test_prompts_per_step_and_in_flight():
 
 MISTAKES = [
     (["mode=online"], 2, ["mode='online'", "async, sync, offline, replay"]),
-    (["mode=replay"], 2, ["mode=replay needs data="]),
-    (["mode=replay", "data=x", "resume=auto", "run.name=x"], 1, ["mode=replay", "resume"]),
     (["deterministic=true"], 2, ["deterministic=true needs mode=sync"]),
     (["resume=auto"], 2, ["resume=auto needs run.name"]),
     (["checkpoint.keep=0"], 2, ["checkpoint.keep=0 must be positive"]),

@@ -1,0 +1,139 @@
+"""Runs that are killed and go on; runs done again; runs replayed: whole jobs of real processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from needs import VLLM
+
+from bench.faults import Place, keep_aside, lost, make_model, make_place, newest_step
+from experiments import warm
+from metrics import read_metrics
+from offline import read_trajectories
+
+# What depends on the clock, and on what else the machine does.
+OF_THE_MACHINE = ("time/", "memory/", "weights/")
+LOCKSTEP = ["mode=sync", "deterministic=true", "trainer.batch_size=16", "eval.every=6"]
+LOCKSTEP += ["task.max_operand=9"]  # right answers come by chance
+LOCKSTEP += ["trainer.lr.peak=1e-3", "trainer.lr.warmup_steps=0", "checkpoint.every=5"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model") / "random")
+
+
+@pytest.fixture(scope="module")
+def server() -> warm.Server:
+    return warm.Server()
+
+
+@pytest.fixture
+def place(tmp_path: Path, model: str, server: warm.Server) -> Place:
+    return make_place(tmp_path / "place", model, server)
+
+
+def whole(place: Place, num_ranks: int, *overrides: str) -> str:
+    """A run that must end well; its output."""
+    with place.job(num_ranks, *overrides) as job:
+        assert job.end(timeout_s=150) == [0] * num_ranks, job.output()
+    return job.output()
+
+
+def by_step(run: Path) -> dict[tuple[int, str], Any]:
+    """The last value of every metric that the machine does not decide, by step and name."""
+    return {
+        (record["step"], name): value
+        for record in read_metrics(run)
+        for name, value in record.items()
+        if name not in ("wall_s", "eval/seconds") and not name.startswith(OF_THE_MACHINE)
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "engine", "kill_at"),
+    [
+        pytest.param(1, "hf", 8, id="one-process"),
+        pytest.param(3, "hf", 11, id="two-searchers", marks=pytest.mark.slow),
+        pytest.param(2, "vllm", 8, id="vllm", marks=[pytest.mark.slow, pytest.mark.vllm, VLLM]),
+    ],
+)
+def test_a_deterministic_run_that_was_killed_goes_on_identically(
+    place: Place, num_ranks: int, engine: str, kill_at: int
+) -> None:
+    runs = place.folder / "runs"
+    options = [*LOCKSTEP, f"engine={engine}", "trainer.steps=14"]
+    whole(place, num_ranks, *options, "run.name=whole")
+    reference = by_step(runs / "whole")
+    assert len({v for (_, name), v in reference.items() if name == "loss/total"}) > 8
+    with place.job(num_ranks, *options, "run.name=killed") as job:
+        job.wait_for_step(runs / "killed", kill_at)
+        job.kill_all()
+    assert 0 < newest_step(runs / "killed") <= kill_at
+    output = whole(place, num_ranks, *options, "run.name=killed", "resume=auto")
+    assert "going on from" in output
+    assert by_step(runs / "killed") == reference
+    saved = [runs / name / "checkpoints" / "step-14" for name in ("whole", "killed")]
+    weights = [(folder / "model.safetensors").read_bytes() for folder in saved]
+    assert weights[0] == weights[1]
+    whole(place, num_ranks, *options, "run.name=killed", "resume=auto")  # has ended: at once
+    assert by_step(runs / "killed") == reference
+
+
+@pytest.mark.parametrize("trainers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_recorded_run_is_replayed(place: Place, trainers: int) -> None:
+    """Also one that was killed and resumed: what came after its checkpoint does not count."""
+    options = ["run.save_trajectories=true", f"cluster.trainers={trainers}"]
+    options += ["checkpoint.every=10", "trainer.reference_reset_every=15"]
+    with place.job(trainers + 1, *options) as job:
+        job.wait_for_step(place.run, 25)
+        job.kill_all()
+    assert newest_step(place.run) in (10, 20)
+    place.finish(trainers + 1, 25, *options)
+    steps = newest_step(place.run)
+    replayed = ["mode=replay", f"data={place.run}", "run.name=replayed"]
+    whole(place, trainers, *replayed)
+    summary = json.loads((place.folder / "runs" / "replayed" / "summary.json").read_text())
+    assert summary["steps"] == summary["compared_losses"] == steps
+    assert summary["largest_loss_difference"] <= 1e-6 * summary["largest_loss"]
+
+
+def test_a_run_that_can_not_be_replayed_says_why(place: Place) -> None:
+    whole(place, 2, "trainer.steps=3")
+    with place.job(1, "mode=replay", f"data={place.run}", "run.name=replayed") as job:
+        assert job.end()[0] == 2
+    assert "run.save_trajectories=true" in job.output() and "Traceback" not in job.output()
+
+
+def test_a_run_of_its_own_from_a_checkpoint_of_another(place: Place) -> None:
+    whole(place, 2, "trainer.steps=30", "checkpoint.every=10")
+    before = keep_aside(place)
+    source = place.run / "checkpoints" / "step-20"
+    whole(place, 2, f"resume={source}", "run.name=fork", "trainer.steps=25", "loss=rloo")
+    fork = place.folder / "runs" / "fork"
+    assert [r["step"] for r in read_metrics(fork) if "loss/total" in r] == list(range(21, 26))
+    assert json.loads((fork / "origin.json").read_text())["resumed_from"] == str(source)
+    assert lost(place, before) == 0  # the other run is as it was
+    with place.job(2, f"resume={place.run}", "run.name=again", "trainer.steps=30") as job:
+        assert job.end()[0] == 2
+    assert "raise trainer.steps" in job.output()
+
+
+def test_saved_trajectories_outlive_what_is_not_in_a_checkpoint(place: Place) -> None:
+    """Of a run that was killed every message is in the file, and a resumed run writes on."""
+    options = ["run.save_trajectories=true", "checkpoint.every=10"]
+    with place.job(2, *options) as job:
+        job.wait_for_step(place.run, 15)
+        job.signal(0, signal.SIGKILL)
+        job.end()
+    file = place.run / "trajectories" / "trainer-0.traj"
+    before = list(read_trajectories(file))
+    place.finish(2, 10, *options)
+    after = list(read_trajectories(file))
+    assert len(after) > len(before)
+    for old, new in zip(before, after, strict=False):
+        assert old.response_tokens.tolist() == new.response_tokens.tolist()
