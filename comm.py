@@ -9,22 +9,31 @@ then the first of them alone does anything. Three planes, none of which shares a
   the first error that any rank posted; another, which never waits, is the no-progress watchdog.
 
 Whoever fails first posts the reason and prints it; every other rank leaves quietly, non-zero.
+
+All of it listens on one interface: loopback in a job of one node, else the one by which a node
+reaches rank 0's. The control store's names begin with a random key of the job, and a trajectory
+message without it ends the job. That keeps jobs apart, and strangers who guess; whoever can reach
+that interface may still list the store's names, which are not secret, or disturb it.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import ipaddress
 import json
 import logging
 import math
 import os
 import queue
 import secrets
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -150,16 +159,134 @@ def ranks_from_environment(num_trainers: int, *, searching: bool = True, tp: int
     )
 
 
+# --------------------------------------------------------------------------- where it listens
+
+
+def meeting_host(ranks: Ranks) -> str:
+    """Where this rank reaches rank 0: over loopback if all ranks are on one node."""
+    if ranks.local_world_size == ranks.world_size:
+        return "127.0.0.1"
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def own_address(host: str) -> str | None:
+    """This node's own address on the way to `host`, which may be this node itself.
+
+    None where there is none to rely on: no way there, or a name that stands for loopback here, as
+    many nodes have it in /etc/hosts for themselves, while others must come in by the network.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing: it asks for the route
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    return None if _is_loopback(own) and not _is_loopback(host) else own
+
+
+def interface_of(address: str) -> str | None:
+    """Name of this node's interface that has `address`."""
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if address in {entry.address.partition("%")[0] for entry in entries}:
+            return name
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on `own_address(host)` alone; on all addresses where that is None."""
+    own = own_address(host)
+    dual = own is None and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        (own or "", port),
+        family=socket.AF_INET6 if dual or ":" in (own or "") else socket.AF_INET,
+        backlog=1024,
+        dualstack_ipv6=dual,
+    )
+
+
+def host_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A TCP store of this process that listens on the job's interface alone.
+
+    torch's own would listen on every interface of the node.
+
+    Args:
+        host: by which the other ranks reach this process.
+        port: 0 for any that is free.
+
+    Raises:
+        OSError: the port is in use, or not for this user.
+    """
+    listener = _listen(host, port)
+    store = dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.fileno(),
+    )
+    listener.detach()  # the store closes it
+    return store
+
+
+def join_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A connection to the store that another process hosts."""
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def derived_key(key: str, purpose: str) -> str:
+    """What only those who have the job's key can name: 16 hex digits, nothing without a key.
+
+    >>> len(derived_key("00ff", "control")), derived_key("", "control")
+    (16, '')
+    >>> derived_key("00ff", "control") == derived_key("00ff", "weights")
+    False
+    """
+    if not key:
+        return ""
+    return hashlib.blake2b(purpose.encode(), key=bytes.fromhex(key), digest_size=8).hexdigest()
+
+
 def init_world(ranks: Ranks, *, timeout_s: float) -> None:
-    """Joins the default gloo group (start-up and shut-down collectives only)."""
+    """Joins the default gloo group (start-up and shut-down collectives only).
+
+    All gloo groups of this process and of the engines that it starts use one interface from now
+    on, that of the user's GLOO_SOCKET_IFNAME if it is set.
+
+    Raises:
+        ValueError: the port at which the ranks are to meet can't be used.
+    """
     timeout = timedelta(seconds=timeout_s)
-    if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    host = meeting_host(ranks)
+    own = own_address(host)
+    interface = None if own is None else interface_of(own)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's own store
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        # which it gives to ranks that it has started again, with what those before them wrote
+        store = dist.PrefixStore(agree_on_name(store, ranks, timeout_s=timeout_s), store)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
         return
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    # torchrun gives ranks that it has restarted the store of those before, with what they wrote
-    store = dist.PrefixStore(agree_on_name(store, ranks, timeout_s=timeout_s), store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        store = dist.HashStore()
+    else:
+        store = _first_store(ranks, host, timeout)
+    dist.init_process_group(
+        "gloo", store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout
+    )
 
 
 def agree_on_name(store: dist.Store, ranks: Ranks, *, timeout_s: float) -> str:
@@ -197,6 +324,29 @@ def agree_on_name(store: dist.Store, ranks: Ranks, *, timeout_s: float) -> str:
                 "(cluster.startup_timeout_s)"
             )
         time.sleep(0.02)
+
+
+def _first_store(ranks: Ranks, host: str, timeout: timedelta) -> dist.Store:
+    """Where ranks that were started without torchrun meet: MASTER_ADDR and MASTER_PORT."""
+    text = os.environ.get("MASTER_PORT", "")
+    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+        raise ValueError(
+            f"MASTER_PORT={text!r} must be a port, 1 to 65535, the same for all ranks: set it, or "
+            "start the ranks with torchrun"
+        )
+    if ranks.rank != 0:
+        return join_store(host, int(text), timeout)
+    try:
+        return host_store(host, int(text), timeout)
+    except OSError as error:
+        in_use = error.errno == errno.EADDRINUSE
+        reason = "is in use" if in_use else f"can't be used ({os.strerror(error.errno or 0)})"
+        raise ValueError(
+            f"MASTER_PORT={text} {reason} at {host}: set MASTER_PORT to a free port, for all ranks"
+        ) from error
+
+
+# --------------------------------------------------------------------------- default group
 
 
 def broadcast_text(text: str, *, src: int = 0) -> str:
@@ -254,6 +404,7 @@ class Control:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        key: str = "",
         timeout_s: float,
         heartbeat_timeout_s: float,
         startup_timeout_s: float = 1800.0,
@@ -272,15 +423,12 @@ class Control:
         self._stop_reason: str | None = None
         self._stop_asked_s: float | None = None  # since this rank was asked to stop; None: it isn't
         self._what, self._stuck_s, self._limit_s = "starting", 0.0, timeout_s
-        self.host = host
-        self._store = dist.TCPStore(
-            host,
-            port,
-            is_master=ranks.rank == 0,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=max(timeout_s, 60.0)),
-        )
-        self.port = self._store.port
+        self.host, self.key = host, key
+        timeout = timedelta(seconds=max(timeout_s, 60.0))
+        server = (host_store if ranks.rank == 0 else join_store)(host, port, timeout)
+        self.port = server.port
+        # A stranger may list the store's names: the key itself is not among them.
+        self._store = dist.PrefixStore(derived_key(key, "control"), server)
         # Silence is counted in wake-ups of this process, so that one that was stopped or starved
         # itself (Ctrl-Z, a long call under the interpreter's lock) accuses nobody.
         self._seen: dict[int, tuple[bytes, float]] = {}  # rank -> last heartbeat, silent seconds
@@ -298,15 +446,17 @@ class Control:
     def start(cls, ranks: Ranks, **options: Any) -> Control:
         """Rank 0 hosts the store on a free port and tells the others over the default group.
 
-        `options` are the time-outs of the constructor.
+        With it goes the job's key, a random one, which is in `key` from then on.
+
+        Args:
+            options: the time-outs of the constructor.
         """
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         if ranks.rank == 0:
-            control = cls(ranks, host=host, **options)
-            broadcast_text(json.dumps({"port": control.port}))
+            control = cls(ranks, host=meeting_host(ranks), key=secrets.token_hex(16), **options)
+            where = {"host": control.host, "port": control.port, "key": control.key}
+            broadcast_text(json.dumps(where))
             return control
-        port = json.loads(broadcast_text(""))["port"]
-        return cls(ranks, host=host, port=port, **options)
+        return cls(ranks, **json.loads(broadcast_text("")), **options)
 
     def progress(self, what: str, limit_s: float | None = None) -> None:
         """This rank's loop is alive and now does `what`; it may take `limit_s` seconds."""
@@ -553,6 +703,28 @@ class Message:
         return json.loads(self.payload.tobytes())
 
 
+def read_header(numbers: Sequence[int], key: int) -> tuple[Kind, int]:
+    """What a message is and its bytes, from its header: magic, key, kind, bytes.
+
+    Args:
+        key: of this job.
+
+    Raises:
+        ValueError: there is no such message; ends the sentence 'rank 3 sent ...'.
+
+    >>> read_header([MAGIC, 7, 2, 10], key=7)
+    (<Kind.REPORT: 2>, 10)
+    """
+    if len(numbers) != 4 or numbers[0] != MAGIC:
+        raise ValueError(f"a malformed header {list(numbers)}")
+    _, found, kind, num_bytes = numbers
+    if found != key:  # which no log should show
+        raise ValueError("a message without this job's key: it belongs to another job")
+    if kind not in Kind._value2member_map_ or not 0 <= num_bytes <= MAX_MESSAGE_BYTES:
+        raise ValueError(f"a malformed header: kind {kind}, {num_bytes} bytes")
+    return Kind(kind), num_bytes
+
+
 class Channel:
     """Typed byte messages from every searcher to every trainer, never waiting for a collective.
 
@@ -568,9 +740,18 @@ class Channel:
         ranks: Ranks,
         *,
         max_outstanding: int = 8,
+        key: str = "",
         on_error: Callable[[str], None] | None = None,
     ) -> None:
+        """Every rank of the world must make one.
+
+        Args:
+            max_outstanding: messages under way before a `send` waits.
+            key: the job's, in every message.
+            on_error: told why the thread has ended early.
+        """
         self.ranks = ranks
+        self._key = int(derived_key(key, "channel") or "0", 16) >> 1  # of 63 bits
         self._max_outstanding = max_outstanding
         self._outstanding: deque[tuple[dist.Work, torch.Tensor, int]] = deque()
         self.waited_s = 0.0  # in which `send` and `flush` waited for messages to leave
@@ -598,7 +779,7 @@ class Channel:
         if self._group is None:
             self._arrived.put(Message(0, kind, payload))
             return
-        header = torch.tensor([MAGIC, int(kind), payload.nbytes])
+        header = torch.tensor([MAGIC, self._key, int(kind), payload.nbytes])
         body = torch.from_numpy(np.ascontiguousarray(payload).copy())
         self._start(header, trainer, _TAG_HEADER)
         if payload.nbytes:
@@ -657,21 +838,21 @@ class Channel:
 
     def _receive_forever(self) -> None:
         searchers_left = self.ranks.num_searchers
-        header = torch.zeros(3, dtype=torch.int64)
+        header = torch.zeros(4, dtype=torch.int64)
         try:
             while searchers_left:
                 source = dist.recv(header, group=self._group, tag=_TAG_HEADER)
-                magic, kind, num_bytes = header.tolist()
-                known = kind in Kind._value2member_map_
-                if magic != MAGIC or not known or not 0 <= num_bytes <= MAX_MESSAGE_BYTES:
-                    raise ValueError(f"rank {source} sent a malformed header {header.tolist()}")
+                try:
+                    kind, num_bytes = read_header(header.tolist(), self._key)
+                except ValueError as error:
+                    raise ValueError(f"rank {source} sent {error}") from error
                 payload = torch.empty(num_bytes, dtype=torch.uint8)
                 if num_bytes:
                     dist.recv(payload, source, group=self._group, tag=_TAG_PAYLOAD)
                 if kind == Kind.BYE:
                     searchers_left -= 1
                     continue
-                self._arrived.put(Message(source, Kind(kind), payload.numpy()))
+                self._arrived.put(Message(source, kind, payload.numpy()))
         except Exception:
             reason = traceback.format_exc(limit=1).strip().splitlines()[-1]
             self._on_error(f"lost a searcher while receiving trajectories: {reason}")

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -561,6 +562,63 @@ def check_target(where: str, node: DictConfig | None) -> None:
     for keyword in (f"{where}.{key}" for key in map(str, node) if key not in _HYDRA_KEYS):
         if keyword not in known:
             raise ValueError(f"unknown key {keyword}{_did_you_mean(keyword, known)}")
+
+
+# A key whose last word is one of these holds a secret, unless the word before it tells which of a
+# tokenizer's tokens it names.
+_SECRET_KEY = (
+    r"(?i:(?:[a-z0-9_]*_)?(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)"
+    r"(?<!stop_)"
+    r"(?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|private|secret)_?key))"
+)
+_SECRET_VALUE = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{10,}|sk-[A-Za-z0-9_-]{10,}|gh[opsu]_[A-Za-z0-9]{20,}"
+    r"|github_pat_\w{20,}|glpat-[\w-]{10,}|xox[abps]-[\w-]{10,}|AKIA[0-9A-Z]{16})"
+    r"|(?<=://)[^/\s@]+(?=@)"  # user:password@ of a URL
+)
+# Inside of an override such as `task.options={hf_token: x, n: 3}`.
+_SECRET_ITEM = re.compile(
+    rf"([{{,]\s*[\"']?{_SECRET_KEY}[\"']?\s*:\s*)(\"[^\"]*\"|'[^']*'|[^,}}]+)"
+)
+HIDDEN = "<hidden>"
+
+
+def hide_secrets(value: Any) -> Any:
+    """A copy of plain values in which what looks like a secret is '<hidden>'.
+
+    By its key (a token, password, API key, ...), or by its form: that of a known kind of token, a
+    user and password in a URL. Files that a run leaves are shown to others; a secret of a form
+    unknown here, under another key, is not found.
+
+    >>> hide_secrets({"hf_token": "abc", "max_response_tokens": 5, "url": "https://me:pw@host/x"})
+    {'hf_token': '<hidden>', 'max_response_tokens': 5, 'url': 'https://<hidden>@host/x'}
+    """
+    if isinstance(value, dict):
+        return {
+            key: HIDDEN
+            if item not in (None, "") and re.fullmatch(_SECRET_KEY, str(key))
+            else hide_secrets(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [hide_secrets(item) for item in value]
+    return _SECRET_VALUE.sub(HIDDEN, value) if isinstance(value, str) else value
+
+
+def hide_in_command(words: Sequence[str]) -> list[str]:
+    """The same for a command line, whose overrides are `key=value`.
+
+    >>> hide_in_command(["train.py", "+task.api_key=a b", "task.x={token: c, n: 1}"])
+    ['train.py', '+task.api_key=<hidden>', 'task.x={token: <hidden>, n: 1}']
+    """
+
+    def hide(word: str) -> str:
+        key, equals, _ = word.partition("=")
+        if equals and re.fullmatch(_SECRET_KEY, key.lstrip("+~-").rpartition(".")[2]):
+            return f"{key}={HIDDEN}"
+        return _SECRET_VALUE.sub(HIDDEN, _SECRET_ITEM.sub(rf"\1{HIDDEN}", word))
+
+    return [hide(word) for word in words]
 
 
 def get_callable(target: str) -> Callable[..., Any]:

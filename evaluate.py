@@ -322,8 +322,13 @@ def prepare(cfg: DictConfig, ranks: Ranks) -> Work:
         num_asked = len(problems)
         build = instantiate(cfg.model.build) if cfg.model.build is not None else None
         path = modeling.resolve_path(cfg.model, build)
+        modeling.check_causal(path, trust_remote_code=trust)
         tokenizer = modeling.load_tokenizer(cfg.model.tokenizer or path, trust_remote_code=trust)
+        modeling.check_tokenizer(
+            path, tokenizer, given=cfg.model.tokenizer, trust_remote_code=trust
+        )
         problems, prompt_tokens = fit(cfg, tokenizer, task, problems, cfg.eval.split)
+        modeling.check_prompt_ids(path, prompt_tokens, trust_remote_code=trust)
         context_length = modeling.context_length(path, trust_remote_code=trust)
         max_model_len = config.check_lengths(cfg, prompt_tokens, context_length)
     except ValueError as error:
@@ -531,19 +536,22 @@ def make_out(cfg: DictConfig) -> Path:
 
 def about_task(cfg: DictConfig, task: Task) -> dict[str, Any]:
     """What was asked and how it was graded: figures under two rules are not comparable."""
+    import config
+
     return {
         "task": task.name,
         "answer_rule": answer_rule(task),
-        "task_settings": OmegaConf.to_container(cfg.task, resolve=True),
+        "task_settings": config.hide_secrets(OmegaConf.to_container(cfg.task, resolve=True)),
     }
 
 
 def about_run() -> dict[str, Any]:
     """What may differ between two runs with the same results."""
+    import config
     from train import git_commit
 
     date = datetime.now().astimezone().isoformat(timespec="seconds")
-    return {"date": date, "command": sys.argv, "commit": git_commit()}
+    return {"date": date, "command": config.hide_in_command(sys.argv), "commit": git_commit()}
 
 
 def figures(cfg: DictConfig, task: Task, graded: Sequence[Graded]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ METRICS: dict[str, str] = {
     "reward/timeout_fraction": "share whose scoring took longer than rewards.time_limit_s",
     "reward/error_fraction": "share whose scoring raised, or gave something other than named parts",
     "reward/nan_fraction": "share whose reward was NaN or infinite",
+    "reward/range_fraction": "share whose reward was outside of the range that the task declares",
     "reward/crash_fraction": "share whose scoring ended its worker process",
     "loss/total": "the loss of this step, over all trainers",
     "loss/grad_norm": "norm of the gradient before clipping",
@@ -116,7 +117,8 @@ class _StderrHandler(logging.Handler):
     """Writes to what sys.stderr is now: a live progress line puts itself in its place."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        # What a task, a model or a file says is part of many lines.
+        print(escape_control(self.format(record), keep="\n\t"), file=sys.stderr, flush=True)
 
 
 def setup_logging(name: str) -> logging.Logger:
@@ -446,18 +448,18 @@ class IdleClock:
 # Rollouts and summary --------------------------------------------------------------------------
 
 
-def escape_control(text: str) -> str:
+def escape_control(text: str, keep: str = "\n") -> str:
     """Make a text safe to print: all that could steer a terminal or hide becomes a `\\x..` escape.
 
-    Newlines stay. Escaped are the other control characters, line and paragraph separators, lone
-    surrogates (no file can hold them) and marks that reverse the direction of writing.
+    Those in `keep` stay. Escaped are the other control characters, line and paragraph separators,
+    lone surrogates (no file can hold them) and marks that reverse the direction of writing.
 
     >>> escape_control("a\\tb\\x1b[31mred")
     'a\\\\tb\\\\x1b[31mred'
     """
     return "".join(
         char.encode("unicode_escape").decode()
-        if char != "\n"
+        if char not in keep
         and (
             unicodedata.category(char) in ("Cc", "Zl", "Zp", "Cs")
             or unicodedata.bidirectional(char) in _DIRECTION_MARKS

@@ -30,6 +30,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from logprobs import CHUNK_TOKENS, CHUNK_VOCABULARY, selected_logprobs
 from packing import bins, check_packing, pack, packed_hidden, set_attention
@@ -47,6 +51,7 @@ class ModelConfig:
     trust_remote_code: bool = False
 
 
+_OTHER_TOKENS = 0.05  # share of token ids that may have other text than in the model's tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -63,7 +68,8 @@ def load_policy(
             path, dtype=dtype, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise ValueError(f"model.path={path!r} can't be opened: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model.path={path!r} can't be opened: {reason}") from error
     return model.to(device).eval()
 
 
@@ -118,14 +124,95 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the tokenizer of model.path={path!r} can't be opened: {error}"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the tokenizer of {path!r} can't be opened: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {path!r} has no end-of-text token: set model.tokenizer")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def check_causal(path: str, *, trust_remote_code: bool = False) -> None:
+    """Raises ValueError unless the model's config says that it is a causal language model."""
+    config = _config(path, trust_remote_code)
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return
+    known = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _flat(names)}
+    named = list(getattr(config, "architectures", None) or [])
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and (not named or known.intersection(named)):
+        return
+    what = ", ".join(named) or config.model_type
+    raise ValueError(
+        f"model.path={path!r} is no causal language model but {what}: give one that continues "
+        "text (...ForCausalLM in its config.json)"
+    )
+
+
+def _flat(names: str | Sequence[str]) -> Sequence[str]:
+    return [names] if isinstance(names, str) else names
+
+
+def check_tokenizer(
+    path: str, tokenizer: PreTrainedTokenizerBase, *, given: str | None, trust_remote_code: bool
+) -> None:
+    """Raises ValueError if the tokenizer's ids are not the model's.
+
+    Args:
+        given: `model.tokenizer`; None: the model's own.
+    """
+    size = _config(path, trust_remote_code).get_text_config().vocab_size
+    vocabulary = tokenizer.get_vocab()  # text -> id
+    fix = "set model.tokenizer to the model's own" if given is None else "leave model.tokenizer out"
+    # Libraries add special tokens of their own that no text has and no model knows.
+    added = tokenizer.added_tokens_decoder
+    ids = [number for number in vocabulary.values() if number not in added]
+    largest = max([*ids, tokenizer.eos_token_id, tokenizer.pad_token_id])
+    if largest >= size:
+        raise ValueError(
+            f"the tokenizer of {given or path!r} has token ids up to {largest}, and the model of "
+            f"model.path={path!r} knows {size} tokens: {fix}"
+        )
+    if given is None:
+        return
+    try:
+        own = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    except ValueError:
+        return  # a model without one: there is nothing to compare with
+    texts = {number: text for text, number in own.get_vocab().items()}
+    wrong = sum(texts.get(number, text) != text for text, number in vocabulary.items())
+    # Fine-tuned models give a few reserved ids another text.
+    if wrong > _OTHER_TOKENS * len(vocabulary):
+        raise ValueError(
+            f"model.tokenizer={given!r} is not the tokenizer of model.path={path!r}: {wrong} of "
+            f"its {len(vocabulary)} token ids stand for other text there; {fix}"
+        )
+
+
+def check_prompt_ids(
+    path: str, prompt_tokens: Sequence[np.ndarray], *, trust_remote_code: bool
+) -> None:
+    """Raises ValueError if the model does not know a token of a prompt, int32 [P] each."""
+    size = _config(path, trust_remote_code).get_text_config().vocab_size
+    largest = max((int(tokens.max()) for tokens in prompt_tokens), default=0)
+    if largest >= size:
+        raise ValueError(
+            f"a prompt has the token id {largest}, and the model of model.path={path!r} knows "
+            f"{size} tokens: set model.tokenizer to the model's own"
+        )
+
+
+def _config(path: str, trust_remote_code: bool) -> Any:
+    """The model's config.
+
+    Raises:
+        ValueError: it can't be opened.
+    """
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model.path={path!r} can't be opened: {reason}") from error
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -143,11 +230,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def context_length(path: str, *, trust_remote_code: bool = False) -> int | None:
     """Most tokens a sequence may have, prompt and response together; None: not in the config."""
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.path={path!r} can't be opened: {error}") from error
-    text_config = config.get_text_config()
+    text_config = _config(path, trust_remote_code).get_text_config()
     return getattr(text_config, "max_position_embeddings", None)
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from tasks.task import Problem, encode_prompt
+from tasks.task import Problem, check_prompt, encode_prompt
 from trajectory import Trajectory, pack, unpack
 
 if TYPE_CHECKING:
@@ -374,6 +374,7 @@ def _read_prompt(
     if text not in encoded:
         problem = Problem(prompt_id=len(encoded), prompt=text, answer="")
         tokens = np.array(encode_prompt(tokenizer, problem, chat=chat), np.int64)
+        check_prompt(tokenizer, problem, tokens.tolist(), chat=chat)
         encoded[text] = _check_vocabulary(tokens, "prompt", vocab_size)
     return encoded[text]
 

@@ -40,7 +40,7 @@ from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import IO, Any, Protocol
 
-from tasks.task import Problem, Task, Unparsed
+from tasks.task import Problem, Task, Unparsed, reward_range
 
 logger = logging.getLogger("tba")
 
@@ -48,13 +48,14 @@ logger = logging.getLogger("tba")
 FACTS = ("truncated", "num_tokens", "reference_logprob")
 
 # What can go wrong with the scoring of a response; all but the first cost the penalty.
-FAILURES = ("unparsed", "timeout", "error", "nan", "crash")
+FAILURES = ("unparsed", "timeout", "error", "nan", "range", "crash")
 
 _MAX_CHUNK = 64  # responses in one message to a worker
 _START_LIMIT_S = 120.0  # for a worker to import and build its task
 _START_TRIES = 3
 _GLANCE_S = 0.2  # between two looks at whether a silent process still is
 _MAX_PARTS = 32
+_ROUNDING = 1e-6  # by which a sum of parts may miss the declared range
 _MAX_REPLY_BYTES = 1 << 20
 _PART_NAME = re.compile(r"[a-z0-9_]{1,64}")  # as in the metric reward/<part>
 _PROBLEM_FIELDS = [f.name for f in fields(Problem)]
@@ -80,7 +81,8 @@ class Scored:
         parts: named parts of the reward, finite; {"penalty": ...} alone where scoring failed.
         status: 'ok', or one of FAILURES: 'unparsed' (the task found nothing to grade; its parts
             stand), 'timeout', 'error' (an exception, or a result of the wrong form), 'nan' (a part
-            or the sum is not finite), 'crash' (the process ended).
+            or the sum is not finite), 'range' (the sum is outside of the range that the task has
+            declared), 'crash' (the process ended).
         reason: one line about a failure, else empty.
     """
 
@@ -133,7 +135,11 @@ def make_scorer(
     Args:
         node: what `task` was built from (see `build_task`).
         device: where a reward that is a model shall run; None: where it is.
+
+    Raises:
+        ValueError: the task declares a range that is none.
     """
+    reward_range(task)
     if cfg.num_workers == 0 or not getattr(task, "in_workers", True):
         if device is not None and hasattr(task, "place"):
             task.place(device)
@@ -190,13 +196,16 @@ def score_one(
     """
     try:
         lists = {name: [value] for name, value in facts.items()}
-        return judge(task.score([problem], [response], **lists))
+        return judge(task.score([problem], [response], **lists), reward_range(task))
     except catch as error:
         return Scored(parts={}, status="error", reason=describe(error))
 
 
-def judge(scores: Any) -> Scored:
+def judge(scores: Any, limits: tuple[float, float] = (-math.inf, math.inf)) -> Scored:
     """What `task.score` returned for one response, checked.
+
+    Args:
+        limits: between which the reward lies (`reward_range`).
 
     >>> judge([{"correct": True}])
     Scored(parts={'correct': 1.0}, status='ok', reason='')
@@ -204,6 +213,8 @@ def judge(scores: Any) -> Scored:
     Scored(parts={}, status='nan', reason="part 'correct' is nan")
     >>> judge([1.0]).reason
     'score returned float for a response, not a dict of named parts'
+    >>> judge([{"correct": 1.0, "bonus": 0.5}], limits=(0.0, 1.0)).reason
+    'the reward 1.5 is outside of the declared range 0 to 1'
     """
 
     def failed(status: str, reason: str) -> Scored:
@@ -232,9 +243,27 @@ def judge(scores: Any) -> Scored:
             values[name] = math.inf
         if not math.isfinite(values[name]):
             return failed("nan", f"part {name!r} is {values[name]}")
-    if not math.isfinite(sum(values.values())):
+    reward = sum(values.values())
+    if not math.isfinite(reward):
         return failed("nan", "the sum of the parts is not finite")
+    low, high = limits
+    if not low - _ROUNDING <= reward <= high + _ROUNDING:
+        reason = f"the reward {reward:g} is outside of the declared range {low:g} to {high:g}"
+        return failed("range", reason)
     return Scored(parts=values, status="unparsed" if isinstance(parts, Unparsed) else "ok")
+
+
+def equal_rewards_warning(reward: float, count: int) -> str:
+    """What to tell a user all of whose first responses have one and the same reward.
+
+    Args:
+        count: of the responses.
+    """
+    return (
+        f"all {count} responses so far have the same reward, {reward:g}: nothing tells a better "
+        "one from a worse. Look in rollouts/ whether they end (task.max_response_tokens) and the "
+        "task reads their answers; else start from a model that solves some problems"
+    )
 
 
 def describe(error: BaseException) -> str:
@@ -323,7 +352,7 @@ class LocalScorer:
         """One result a response, in order."""
         if not responses:
             return []
-        taken = _taken(self.facts, facts, len(responses))
+        taken, limits = _taken(self.facts, facts, len(responses)), reward_range(self._task)
         failure: Exception | None = None
         try:
             batch = self._task.score(problems, responses, **taken)
@@ -331,7 +360,7 @@ class LocalScorer:
         except Exception as error:
             failure, whole = error, False
         if whole:
-            scored = [judge([parts]) for parts in batch]
+            scored = [judge([parts], limits) for parts in batch]
         else:
             scored = [
                 score_one(self._task, problem, response, _facts_of(taken, i))

@@ -63,20 +63,28 @@ from checkpoint import (
     newest,
     read_checkpoint,
 )
-from comm import Channel, Control, Ranks, broadcast_text, init_world, ranks_from_environment
+from comm import (
+    Channel,
+    Control,
+    Ranks,
+    broadcast_text,
+    derived_key,
+    init_world,
+    ranks_from_environment,
+)
 from engine import EngineOptions, HFEngine, check_heads, engine_port, make_engine, pin_process
 from events import EventLog
 from gradient import make_batch, step_stats
 from lora import add_adapters, load_adapter
-from metrics import IdleClock, Metrics, setup_logging
+from metrics import IdleClock, Metrics, escape_control, setup_logging
 from offline import TrajectoryWriter
 from parallel import ParallelConfig, any_rank, shard
 from replay import replay
-from rewards import Scorer, make_scorer
+from rewards import Scorer, equal_rewards_warning, make_scorer
 from schedules import beta_at, linear_at
 from searcher import SearcherParts, explores, search
 from shards import make_gathering_group
-from tasks.task import Problem, Task, fit_prompts
+from tasks.task import Problem, Task, fit_prompts, reward_range
 from trainer import Arrivals, Evaluator, TrainerParts, beta_schedule, train
 from trajectory import Trajectory
 from weights import Publisher
@@ -240,6 +248,7 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
     cores = ranks.cores() if pinned else []
     try:
         task = instantiate(config.task_node(cfg))
+        reward_range(task)  # a wrong one should fail before an engine starts
         problems, held_out = task.problems("train"), task.problems("test")
         build = instantiate(cfg.model.build) if cfg.model.build is not None else None
         if ranks.local_rank == 0:
@@ -247,10 +256,15 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
         dist.barrier()
         path = modeling.resolve_path(cfg.model, build)
         trust = cfg.model.trust_remote_code
+        modeling.check_causal(path, trust_remote_code=trust)
         tokenizer = modeling.load_tokenizer(cfg.model.tokenizer or path, trust_remote_code=trust)
+        modeling.check_tokenizer(
+            path, tokenizer, given=cfg.model.tokenizer, trust_remote_code=trust
+        )
         problems, prompt_tokens = fit(cfg, tokenizer, task, problems, "training")
         held_out = held_out[: cfg.eval.num_problems]
         held_out, held_out_tokens = fit(cfg, tokenizer, task, held_out, "held-out")
+        modeling.check_prompt_ids(path, [*prompt_tokens, *held_out_tokens], trust_remote_code=trust)
         config.check_num_problems(cfg, ranks, len(problems))
         check_heads(path, ranks.tp, trust_remote_code=trust)
         max_model_len = config.check_lengths(
@@ -485,9 +499,10 @@ def make_run_dir(cfg: DictConfig, saved: Checkpoint | None) -> Path:
         for path in (folder / "config.yaml", folder / "origin.json"):
             if path.exists():
                 path.rename(path.with_name(f"{path.stem}.{starts}{path.suffix}"))
-        OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
+        shown = OmegaConf.create(config.hide_secrets(OmegaConf.to_container(cfg, resolve=True)))
+        OmegaConf.save(shown, folder / "config.yaml")
         origin = {
-            "command": sys.argv,
+            "command": config.hide_in_command(sys.argv),
             "commit": git_commit(),
             "world_size": dist.get_world_size(),
             "resumed_from": None if saved is None else str(saved.folder),
@@ -533,7 +548,10 @@ def run_role(
         return
     ranks = setup.ranks
     channel = Channel(
-        ranks, max_outstanding=setup.cfg.searcher.max_outstanding, on_error=control.fail
+        ranks,
+        max_outstanding=setup.cfg.searcher.max_outstanding,
+        key=control.key,
+        on_error=control.fail,
     )
     if ranks.world_size == 1:
         run_both(setup, control, channel, trainers, gathering)
@@ -670,6 +688,7 @@ def make_publisher(
     options: dict[str, Any] = {
         "host": control.host,
         "port": control.port,
+        "key": derived_key(control.key, "weights"),
         "num_workers": ranks.num_searchers * ranks.tp,
         "dtype": setup.engine_dtype,
         "bucket_bytes": cfg.weights.bucket_mb << 20,
@@ -749,6 +768,8 @@ def load_data(setup: Setup, parts: TrainerParts) -> None:
         raise config.UserError(str(error)) from error
     if ranks.rank == 0:
         logging.getLogger("tba").info("%s", data.summary())
+    if len({t.reward for t in mine}) == 1:
+        logging.getLogger("tba").warning("%s", equal_rewards_warning(mine[0].reward, len(mine)))
     kept = parts.buffer.num_trajectories
     if kept < len(mine):
         logging.getLogger("tba").warning(
@@ -952,6 +973,7 @@ def build_searcher(setup: Setup, control: Control, channel: Channel) -> Searcher
     engine.join_weights(
         host=control.host,
         port=control.port,
+        key=derived_key(control.key, "weights"),
         rank=1 + ranks.searcher_index * ranks.tp,
         size=1 + ranks.num_searchers * ranks.tp,
         backend=setup.weights_backend,
@@ -1053,7 +1075,7 @@ def main(cfg: DictConfig) -> None:
 def say_once(message: str) -> None:
     """Prints a user's mistake on rank 0 alone; the others give it the time to."""
     if int(os.environ.get("RANK", 0)) == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {escape_control(message)}", file=sys.stderr, flush=True)
     else:
         time.sleep(5.0)
 

@@ -60,13 +60,15 @@ from parallel import (
     sum_over_trainers,
     whole,
 )
-from rewards import FAILURES, Scorer
+from rewards import FAILURES, Scorer, equal_rewards_warning
 from schedules import beta_at, lr_at
 from tasks.task import Problem, Task
 from trajectory import Trajectory, pack, unpack
 from weights import Publisher, named_weights
 
 logger = logging.getLogger("tba")
+
+_SAME_REWARD_BATCHES = 4  # batches' worth of responses with one reward, after which it is said
 
 
 @dataclass
@@ -196,6 +198,7 @@ class Totals:
     short_fraction: float = 0.0  # of the last draw, see `note_shortage`
     stop_looked: float = 0.0  # time.monotonic() of the last look for the file
     shortage_noted: float = -60.0  # time.monotonic() of the last warning
+    rewards_checked: bool = False  # whether the first ones all being equal was looked for
 
 
 @dataclass(slots=True, kw_only=True)
@@ -227,6 +230,7 @@ class Arrivals:
     # version -> name -> mean over the held-out problems
     held_out: dict[int, dict[str, float]] = field(default_factory=dict)
     samples: list[Trajectory] = field(default_factory=list)
+    reward_bounds: tuple[float, float] = (np.inf, -np.inf)  # of all that this trainer has received
 
 
 def train(
@@ -269,6 +273,7 @@ def train(
             receive(parts)
         elif step % cfg.publish_every == 0:
             wait_for_round(parts, version=step)
+        note_equal_rewards(parts, _SAME_REWARD_BATCHES * cfg.batch_size)
         if cfg.reference_reset_every and step and step % cfg.reference_reset_every == 0:
             reset_reference(parts, version=step)
         groups = draw(cfg, parts, prompts_per_draw, step)
@@ -324,7 +329,10 @@ def take_trajectories(parts: TrainerParts, payload: np.ndarray) -> None:
     arrivals = parts.arrivals
     np.add.at(arrivals.completed, [t.prompt_id for t in trajectories], 1)
     arrivals.received += len(trajectories)
-    arrivals.rewards += [t.reward for t in trajectories]
+    rewards = [t.reward for t in trajectories]
+    low, high = arrivals.reward_bounds
+    arrivals.rewards += rewards
+    arrivals.reward_bounds = min([low, *rewards]), max([high, *rewards])
     arrivals.parts += [t.reward_parts for t in trajectories]
     arrivals.lengths += [len(t.response_tokens) for t in trajectories]
     arrivals.truncated += [t.truncated for t in trajectories]
@@ -528,6 +536,21 @@ def note_shortage(parts: TrainerParts, counts: Sequence[int], num_prompts: int) 
             num_prompts,
             ", ".join(f"{parts.ranks.name(rank)} has {count}" for rank, count in short.items()),
         )
+
+
+def note_equal_rewards(parts: TrainerParts, enough: int) -> None:
+    """Trainer 0 says once if the first `enough` responses of all trainers have one reward."""
+    low, high = parts.arrivals.reward_bounds
+    count = parts.arrivals.received
+    if (
+        parts.ranks.rank != 0
+        or parts.totals.rewards_checked
+        or count * parts.ranks.num_trainers < enough
+    ):
+        return
+    parts.totals.rewards_checked = True
+    if low == high:
+        logger.warning("%s", equal_rewards_warning(low, count))
 
 
 def reset_reference(parts: TrainerParts, *, version: int) -> None:

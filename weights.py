@@ -41,6 +41,7 @@ FOREVER = timedelta(days=3650)
 FLAG_EVALUATE, FLAG_FINAL = 1, 2
 _CLOSE, _FAILED, _SKIPPED = -1, -2, -3  # instead of a version, of a snapshot's number or place
 _TAG = 1  # of messages between trainers; their weights travel under 0
+_MAX_MANIFEST_BYTES, _MAX_META_BYTES = 1 << 27, 1 << 24  # of their texts
 _SUM_WORDS, _SUM_ROWS = 4096, 64  # 32-bit words of a row of the checksum; rows at a time
 
 
@@ -148,6 +149,35 @@ def manifest(model: torch.nn.Module, dtype: torch.dtype) -> list[TensorSpec]:
     return specs
 
 
+def read_manifest(text: str) -> list[TensorSpec]:
+    """The manifest in a message, which is JSON; nothing is allocated for what it describes.
+
+    Raises:
+        ValueError: it is not what `manifest` makes: tensors of distinct names without gaps or
+            overlaps. Nothing else is ever raised.
+    """
+    try:
+        specs = [
+            TensorSpec(row["name"], tuple(row["shape"]), row["dtype"], row["offset"])
+            for row in json.loads(text)
+        ]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"the weights manifest can't be read: {error!r}") from error
+    offset = 0
+    names: set[str] = set()
+    for spec in specs:
+        plain = isinstance(spec.name, str) and isinstance(spec.dtype, str)
+        if not plain or any(type(dim) is not int or dim < 0 for dim in spec.shape):
+            raise ValueError(f"the weights manifest holds no tensor in {str(spec)[:200]}")
+        if spec.name in names or type(spec.offset) is not int or spec.offset != offset:
+            raise ValueError(
+                f"the weights manifest has {spec.name[:100]!r} twice, or not at its offset {offset}"
+            )
+        names.add(spec.name)
+        offset += -(-spec.num_bytes // ALIGN) * ALIGN
+    return specs
+
+
 def flat_bytes(specs: Sequence[TensorSpec]) -> int:
     """Length of the flat buffer, in bytes (a multiple of 16)."""
     return -(-(specs[-1].offset + specs[-1].num_bytes) // ALIGN) * ALIGN
@@ -222,25 +252,26 @@ class WeightGroup:
 
 
 def make_group(
-    host: str, port: int, rank: int, size: int, *, backend: str, timeout_s: float
+    host: str, port: int, rank: int, size: int, *, backend: str, timeout_s: float, key: str = ""
 ) -> WeightGroup:
     """Process groups for trainer 0 (rank 0) and all engine workers (1..size-1).
 
     They are made beside the default group, over the control store, because an engine worker is not
-    a rank of the job. `timeout_s` bounds the meeting; afterwards a receiver may wait for ever (the
-    watchdog of the control plane looks after that).
+    a rank of the job; `key` is part of the names that they meet under. `timeout_s` bounds the
+    meeting; afterwards a receiver may wait for ever (the watchdog of the control plane looks after
+    that).
     """
     server = dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
-    store = dist.PrefixStore("weights", server)
+    store = dist.PrefixStore(f"weights{key}", server)
     messages = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
     messages._set_default_timeout(FOREVER)
     if backend != "nccl":
         return WeightGroup(messages, messages)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = FOREVER
-    store = dist.PrefixStore("weights-nccl", server)
+    store = dist.PrefixStore(f"weights-nccl{key}", server)
     return WeightGroup(messages, dist.ProcessGroupNCCL(store, rank, size, options))
 
 
@@ -267,7 +298,9 @@ def _send_text(group: WeightGroup, text: str) -> None:
     _start_broadcast(group.messages, data).wait()
 
 
-def _receive_text(group: WeightGroup, num_bytes: int) -> str:
+def _receive_text(group: WeightGroup, num_bytes: int, limit: int) -> str:
+    if not 0 < num_bytes <= limit:
+        raise ValueError(f"a text of {num_bytes} bytes is announced; 1 to {limit} are possible")
     data = torch.zeros(num_bytes, dtype=torch.uint8)
     _start_broadcast(group.messages, data).wait()
     return data.numpy().tobytes().decode()
@@ -321,6 +354,7 @@ class Publisher:
         bucket_bytes: int,
         timeout_s: float,
         meeting_timeout_s: float,
+        key: str = "",
         trainers: dist.ProcessGroup | None = None,
         gathering: dist.ProcessGroup | None = None,
     ) -> None:
@@ -328,6 +362,7 @@ class Publisher:
 
         Args:
             num_workers: engine workers, which trainer 0 waits for, in its thread.
+            key: of the job, the same for all receivers.
             dtype: the engines'.
             bucket_bytes: a multiple of 4.
             timeout_s: of one broadcast.
@@ -362,7 +397,11 @@ class Publisher:
         self._condition = threading.Condition()
         self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
         self._address = (host, port, 0, num_workers + 1)
-        self._meeting: dict[str, Any] = {"backend": backend, "timeout_s": meeting_timeout_s}
+        self._meeting: dict[str, Any] = {
+            "backend": backend,
+            "timeout_s": meeting_timeout_s,
+            "key": key,
+        }
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -634,6 +673,7 @@ class Receiver:
         bucket_bytes: int,
         timeout_s: float,
         device: torch.device,
+        key: str = "",
     ) -> None:
         self.version = -1  # loaded version; -1 before the first
         self._expected, self._load = expected, load
@@ -646,7 +686,7 @@ class Receiver:
         self._error: BaseException | None = None
         self._condition = threading.Condition()
         self._address = (host, port, rank, size)
-        self._meeting: dict[str, Any] = {"backend": backend, "timeout_s": timeout_s}
+        self._meeting: dict[str, Any] = {"backend": backend, "timeout_s": timeout_s, "key": key}
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
@@ -739,10 +779,7 @@ class Receiver:
             group = make_group(*self._address, **self._meeting)
             with _side_stream(self._wire_device):
                 (num_bytes,) = _receive_numbers(group, 1)
-                specs = [
-                    TensorSpec(s["name"], tuple(s["shape"]), s["dtype"], s["offset"])
-                    for s in json.loads(_receive_text(group, num_bytes))
-                ]
+                specs = read_manifest(_receive_text(group, num_bytes, _MAX_MANIFEST_BYTES))
                 check_manifest(specs, self._expected)
                 self._expected = specs  # same tensors; the trainer's order and offsets
                 self._buffers = [
@@ -762,7 +799,7 @@ class Receiver:
         version, flags, text_bytes = _receive_numbers(group, 3)
         if version == _CLOSE:
             return False
-        meta = json.loads(_receive_text(group, text_bytes))
+        meta = json.loads(_receive_text(group, text_bytes, _MAX_META_BYTES))
         flat = self._free_buffer(version)
         received = self._receive_flat(group, flat)
         (sent,) = _receive_numbers(group, 1)

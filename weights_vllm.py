@@ -56,12 +56,12 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def open_store(host: str, port: int, timeout_s: float) -> dist.Store:
-    """A connection of its own to the job's control store."""
+def open_store(host: str, port: int, timeout_s: float, key: str = "") -> dist.Store:
+    """A connection of its own to the job's control store; `key` is part of all names."""
     server = dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
-    return dist.PrefixStore("weights", server)
+    return dist.PrefixStore(f"weights{key}", server)
 
 
 # --------------------------------------------------------------------------- trainer side
@@ -159,7 +159,7 @@ class VLLMPublisher(Publisher):
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread; NCCL's group is made on it
         host, port, _, size = self._address
-        store = open_store(host, port, self._meeting["timeout_s"])
+        store = open_store(host, port, self._meeting["timeout_s"], self._meeting["key"])
         client = StoreClient(store, self._num_engines, self._mark_busy)
         source = snapshot_source(self.specs)
         info = trainer_init_info(host, free_port(), size, self._bucket_bytes)
@@ -236,6 +236,7 @@ class TransferEnd:
         rank: int,
         tp: int,
         timeout_s: float,
+        key: str = "",
         **unused: Any,
     ) -> None:
         """Meets the trainer and the other engines.
@@ -248,7 +249,7 @@ class TransferEnd:
         """
         index = (rank - 1) // tp  # of the searcher
         self._llm, self._index, self._loaded = llm, index, -1
-        self._store = open_store(host, port, timeout_s)
+        self._store = open_store(host, port, timeout_s, key)
         self._store.wait(["init"], timedelta(seconds=timeout_s))
         info = {**json.loads(self._store.get("init")), "rank_offset": rank}
         llm.init_weight_transfer_engine({"init_info": info})

@@ -39,6 +39,7 @@ class Arithmetic:
     max_prompt_tokens: int = 8
     max_response_tokens: int = 5
     name: str = field(default="arithmetic", init=False)
+    reward_range: tuple[float, float] = field(default=(0.0, 1.0), init=False)
 
     def __post_init__(self) -> None:
         if self.max_operand < 1:

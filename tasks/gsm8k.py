@@ -110,6 +110,7 @@ class GSM8K:
     max_prompt_tokens: int = 256
     max_response_tokens: int = 512
     name: str = field(default="gsm8k", init=False)
+    reward_range: tuple[float, float] = field(default=(0.0, 1.0), init=False)
 
     def __post_init__(self) -> None:
         if self.answer_rule not in ("last_number", "strict"):

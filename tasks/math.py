@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tasks.records import read_file, read_hub, text_field
+from tasks.records import not_among, read_file, read_hub, text_field
 from tasks.task import Problem, Unparsed
 
 TestSet = Literal["math500", "amc23", "aime24"]
@@ -86,6 +86,7 @@ class Math:
     name: str = field(default="math", init=False)
     splits: tuple[str, ...] = field(default=get_args(TestSet), init=False)
     answer_rule: str = field(default="math_verify", init=False)
+    reward_range: tuple[float, float] = field(default=(0.0, 1.0), init=False)
 
     def __post_init__(self) -> None:
         if self.test_set not in get_args(TestSet):
@@ -204,7 +205,12 @@ class Math:
             if type(value) in (int, float):
                 value = str(value)
             if answer not in row or not isinstance(value, str | None):
-                raise ValueError(f"{where}: the field {answer!r} must be text, a number or null")
+                found = (
+                    not_among(answer, row) if answer not in row else f"is {type(value).__name__}"
+                )
+                raise ValueError(
+                    f"{where}: the field {answer!r} must be text, a number or null, but it {found}"
+                )
             if answer == "solution":
                 value = last_boxed(value or "")
             yield where, text, value

@@ -1,7 +1,8 @@
 """Rows of a data set, from a file or the Hugging Face hub, each with the place it came from."""
 
+import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
@@ -16,28 +17,36 @@ def read_file(path: Path) -> Iterator[tuple[str, object]]:
     if path.suffix == ".json":
         yield from _read_list(path)
         return
-    # By '\n' alone: str.splitlines would also cut at characters that JSON allows in text.
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        number = 0
-        try:
+    try:
+        # By b'\n' alone: str.splitlines would also cut at characters that JSON allows in text.
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield f"task.data_dir: {path}, line {number}", json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(
-                f"task.data_dir: {path}, line {number}: not valid JSON ({error}); expected one "
-                "object a line"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"task.data_dir: {path}, near line {number + 1}: not UTF-8 text ({error}); "
-                "expected an uncompressed .jsonl file"
-            ) from error
+                    yield f"task.data_dir: {path}, line {number}", _read_line(path, number, line)
+    except OSError as error:
+        raise ValueError(f"task.data_dir: {path} can't be read: {error.strerror}") from error
+
+
+def _read_line(path: Path, number: int, line: bytes) -> object:
+    try:
+        return json.loads(line.decode("utf-8-sig"))  # some editors put a byte order mark first
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"task.data_dir: {path}, line {number}: not UTF-8 text ({error.reason} at byte "
+            f"{error.start}); expected an uncompressed .jsonl file"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"task.data_dir: {path}, line {number}: not valid JSON ({error}); expected one "
+            "object a line"
+        ) from error
 
 
 def _read_list(path: Path) -> Iterator[tuple[str, object]]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"task.data_dir: {path} can't be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
         raise ValueError(
             f"task.data_dir: {path}: not valid JSON ({error}); expected one list of objects"
@@ -84,7 +93,8 @@ def text_field(where: str, row: object, name: str) -> str:
     """The text field `name` of a row.
 
     Raises:
-        ValueError: the row is no object or its field no text; `where` says which row it is.
+        ValueError: the row is no object, or its field no text that a tokenizer takes; `where` says
+            which row it is.
     """
     if not isinstance(row, dict):
         raise ValueError(
@@ -92,6 +102,24 @@ def text_field(where: str, row: object, name: str) -> str:
         )
     value = row.get(name)
     if not isinstance(value, str):
-        found = f"is {type(value).__name__}" if name in row else f"is not among {sorted(row)}"
+        found = f"is {type(value).__name__}" if name in row else not_among(name, row)
         raise ValueError(f"{where}: the field {name!r} must be text, but it {found}")
+    try:
+        value.encode()  # JSON can escape half of a character ("\\ud83d")
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(
+            f"{where}: the field {name!r} holds half of a character ({half!r}): repair the text, "
+            "or leave the row out"
+        ) from error
     return value
+
+
+def not_among(name: str, row: Mapping[str, object]) -> str:
+    """What to say of a field that a row lacks: its names, and the nearest.
+
+    >>> not_among("question", {"questoin": "1+1?", "answer": "2"})
+    "is not among ['answer', 'questoin']; is it 'questoin'?"
+    """
+    near = difflib.get_close_matches(name, map(str, row), n=1)
+    return f"is not among {sorted(map(str, row))}" + (f"; is it {near[0]!r}?" if near else "")

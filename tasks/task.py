@@ -6,6 +6,7 @@ the class and whose other keys are the constructor's arguments. Tasks know nothi
 models or training.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -57,6 +58,8 @@ class Task(Protocol):
         in_workers: False for a reward that is a model: it is computed in the searcher's process,
             on its device, in batches. All others are scored in worker processes.
         splits: tuple of the names that `problems` takes beyond 'train' and 'test'.
+        reward_range: (low, high), both finite, between which every reward lies. The scoring of a
+            response has failed if its reward does not (`rewards.Scored`, status 'range').
         right_answers: False for a reward that is no grade, such as a preference model's: no
             response is right or wrong, and no accuracy is reported.
         answer_rule: name of the grading rule, which results state beside the task's name.
@@ -140,6 +143,26 @@ def has_right_answers(task: Task) -> bool:
     return bool(getattr(task, "right_answers", True))
 
 
+def reward_range(task: Task) -> tuple[float, float]:
+    """Between which every reward lies; without limits where the task does not say.
+
+    Raises:
+        ValueError: what the task declares is no range.
+    """
+    declared = getattr(task, "reward_range", None)
+    if declared is None:
+        return -math.inf, math.inf
+    try:
+        low, high = map(float, declared)
+    except (TypeError, ValueError):
+        low, high = math.nan, math.nan
+    if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+        raise ValueError(
+            f"task {task.name}: reward_range={declared!r} must be two finite numbers (low, high)"
+        )
+    return low, high
+
+
 def is_correct(parts: Mapping[str, float]) -> bool:
     """Whether a graded response is a right answer.
 
@@ -204,6 +227,26 @@ def encode_prompt(
     return [int(token) for token in tokens]
 
 
+def check_prompt(
+    tokenizer: "PreTrainedTokenizerBase", problem: Problem, tokens: Sequence[int], *, chat: bool
+) -> None:
+    """Raises ValueError if a prompt says nothing: blank, or nothing but special tokens.
+
+    Args:
+        tokens: of the whole prompt, as `encode_prompt` gives them.
+    """
+    special = set(tokenizer.all_special_ids)
+    if chat and problem.prompt.strip():  # the template's own tokens say nothing of the message
+        tokens = tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
+    if problem.prompt.strip() and not special.issuperset(tokens):
+        return
+    what = "holds nothing but special or unknown tokens" if problem.prompt.strip() else "is blank"
+    raise ValueError(
+        f"prompt {problem.prompt_id} ({problem.prompt[:80]!r}) {what}: give it text, or leave the "
+        "problem out of the task's data"
+    )
+
+
 @dataclass(slots=True, kw_only=True)
 class FittedPrompts:
     """Problems whose prompts keep the limit, and what became of those that did not.
@@ -243,7 +286,7 @@ def fit_prompts(
             (`truncate_left`), while the problem stays as it is for the grader.
 
     Raises:
-        ValueError: a prompt that can't be encoded, or no problem is left of some.
+        ValueError: a prompt that can't be encoded or says nothing, or no problem is left of some.
     """
     fitted = FittedPrompts(problems=[], tokens=[], num_given=len(problems))
     shorten = getattr(task, "shorten", None)
@@ -256,6 +299,7 @@ def fit_prompts(
 
     for problem in problems:
         tokens = encode(problem)
+        check_prompt(tokenizer, problem, tokens, chat=task.chat)
         if len(tokens) > max_tokens and shorten is not None:
             try:
                 problem = shorten(problem, too_long_for(problem))

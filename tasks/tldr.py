@@ -353,14 +353,16 @@ def _split_file(folder: str, split: str) -> Path:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, object]]:
-    """Yield ('task.data_dir: file, row n', row), with the text columns alone."""
+    """Yield ('task.data_dir: file, row n', row), with the text columns; all others are None."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        columns = [c for c in _FIELDS if c in pyarrow.parquet.read_schema(path).names]
+        names = pyarrow.parquet.read_schema(path).names
+        columns = [c for c in _FIELDS if c in names]
         rows = pyarrow.parquet.read_table(path, columns=columns).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"task.data_dir: {path} is no Parquet file ({error})") from error
+    others = dict.fromkeys(names)  # for errors: one of them may be a misspelt name
     for number, row in enumerate(rows):
-        yield f"task.data_dir: {path}, row {number}", row
+        yield f"task.data_dir: {path}, row {number}", others | row

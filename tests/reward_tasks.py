@@ -22,6 +22,7 @@ class Told:
     name = "told"
     chat = False
     max_prompt_tokens = max_response_tokens = 8
+    reward_range = (-1e9, 1e9)
 
     def __init__(self, scale: float = 1.0, folder: str = "", refuse: str = "") -> None:
         if refuse:
@@ -44,6 +45,7 @@ class Told:
     infinite = staticmethod(lambda: {"value": 1.0, "other": -math.inf})
     huge_sum = staticmethod(lambda: {"value": 1.7e308, "other": 1.7e308})
     huge_int = staticmethod(lambda: {"value": 10**400})
+    beyond = staticmethod(lambda: {"value": 1e9, "other": 1e9})
     nothing = staticmethod(lambda: None)
     number = staticmethod(lambda: 1.0)
     text_part = staticmethod(lambda: {"value": "1.0"})
@@ -197,7 +199,7 @@ class Unruly(Told):
         self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
 
     def problems(self, split: str) -> list[Problem]:
-        fates = ["loops", "leaves", "raises", "nan", "unparsed", "fine", "fine", "fine"]
+        fates = ["loops", "leaves", "raises", "nan", "beyond", "unparsed", "fine", "fine"]
         return [Problem(prompt_id=i, prompt=f"{i}+1=", answer=fate) for i, fate in enumerate(fates)]
 
     def one(self, problem: Problem, response: str) -> Any:

@@ -304,10 +304,10 @@ def test_receive_waits_as_long_as_it_is_told():
 
 
 HEADERS = {
-    "magic": [MAGIC + 1, 1, 10],
-    "kind": [MAGIC, 99, 10],
-    "negative size": [MAGIC, 1, -1],
-    "too large": [MAGIC, 1, MAX_MESSAGE_BYTES + 1],
+    "magic": [MAGIC + 1, 0, 1, 10],
+    "kind": [MAGIC, 0, 99, 10],
+    "negative size": [MAGIC, 0, 1, -1],
+    "too large": [MAGIC, 0, 1, MAX_MESSAGE_BYTES + 1],
 }
 
 

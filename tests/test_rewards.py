@@ -45,6 +45,7 @@ WORST: dict[str, Outcome] = {
     "infinite": (FAILED, "nan", "part 'other' is -inf"),
     "huge_sum": (FAILED, "nan", "sum of the parts"),
     "huge_int": (FAILED, "nan", "part 'value' is inf"),
+    "beyond": (FAILED, "range", "reward 2e+09 is outside of the declared range -1e+09 to 1e+09"),
     "nothing": (FAILED, "error", "NoneType for a response, not a dict"),
     "number": (FAILED, "error", "float for a response, not a dict"),
     "text_part": (FAILED, "error", "part 'value' is a str"),
@@ -379,7 +380,7 @@ def test_no_worker_outlives_its_parent(end) -> None:
 
 
 def test_a_run_survives_and_counts_them_all(tmp_path) -> None:
-    """Two passes over eight problems, of which five have rewards that fail."""
+    """Two passes over eight problems, of which six have rewards that fail."""
     from sft import tiny_model, tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
@@ -418,9 +419,9 @@ def test_a_run_survives_and_counts_them_all(tmp_path) -> None:
     assert {line["reward/penalty"] for line in steps if "reward/penalty" in line} == {-1.0}
     assert "reward failed (timeout, no. 1): no result within 1.5 s" in done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    # Evaluation goes on as well: four penalties, rewards of -0.5 and three of 1.
-    assert summary["held_out_by_step"]["0"]["reward"] == (-4 - 0.5 + 3) / 8
-    assert summary["accuracy_before"] == 3 / 8
+    # Evaluation goes on as well: five penalties, a reward of -0.5 and two of 1.
+    assert summary["held_out_by_step"]["0"]["reward"] == (-5 - 0.5 + 2) / 8
+    assert summary["accuracy_before"] == 2 / 8
 
 
 # --------------------------------------------------------------------------- in this process
