@@ -134,6 +134,13 @@ def prompts_in_flight(cfg: DictConfig, ranks: Ranks) -> int:
     return cfg.searcher.prompts_in_flight
 
 
+def hang_timeout_s(cfg: DictConfig) -> float:
+    """Seconds without an answer after which an engine hangs."""
+    if cfg.engine.hang_timeout_s is not None:
+        return cfg.engine.hang_timeout_s
+    return 0.4 * cfg.cluster.timeout_s
+
+
 def validate(cfg: DictConfig, ranks: Ranks) -> None:
     """Checks that need no model and no data.
 
@@ -197,12 +204,14 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
         "trainer.reference_reset_every",
         "buffer.initial_trajectories",
         "searcher.score_every_s",
+        "engine.max_restarts",
         "run.rollouts_every",
         "run.log_every_s",
         "trainer.max_skipped_steps",
         "checkpoint.every",
     )
     for key in (
+        "engine.hang_timeout_s",
         "trainer.max_grad_norm",
         "trainer.log_z_lr",
         "buffer.recency_prob_target_step",
@@ -223,6 +232,7 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
     _check_exploration(cfg)
     _check_evaluation(cfg)
     _check_rewards(cfg)
+    _check_hang_timeout(cfg)
     _check_ranks(cfg, ranks)
     _check_data(cfg)
     _check_resume(cfg, ranks)
@@ -290,6 +300,14 @@ def _check_rewards(cfg: DictConfig) -> None:
         )
     if not math.isfinite(cfg.rewards.penalty):
         raise ValueError(f"rewards.penalty={cfg.rewards.penalty} must be finite")
+
+
+def _check_hang_timeout(cfg: DictConfig) -> None:
+    if hang_timeout_s(cfg) >= cfg.cluster.timeout_s:
+        raise ValueError(
+            f"engine.hang_timeout_s={hang_timeout_s(cfg):g} must be less than cluster.timeout_s="
+            f"{cfg.cluster.timeout_s:g}, or an engine that hangs ends the job"
+        )
 
 
 def _check_ranks(cfg: DictConfig, ranks: Ranks) -> None:

@@ -14,6 +14,9 @@ of the prompt and of the tokens so far again, so that every token's log-prob is 
 version it is recorded under; `keep` goes on with those of the old weights, which is faster and a
 mixture of two policies. New requests never see what older weights have cached.
 
+vLLM's processes may die or hang. Whatever was asked of them then raises `EngineDied`, and a
+searcher starts another engine.
+
 vLLM must not see torchrun's variables (it would join the job's process group and hang), needs ports
 that no other rank probes, a seed and cores or devices of its own.
 """
@@ -22,11 +25,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import signal
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import InvalidStateError
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -45,7 +51,7 @@ from transformers import (
 
 import model as modeling
 import weights_vllm
-from weights import Receiver, TensorSpec, WeightUpdate, manifest
+from weights import Receiver, TensorSpec, WeightUpdate, manifest, process_is_alive
 
 logger = logging.getLogger("tba")
 
@@ -82,6 +88,14 @@ class EngineConfig:
     # vllm, of responses under way when new weights come: recompute (exact) | keep (faster)
     kv_after_update: str = "recompute"
     log_level: str = "ERROR"  # vllm's own logger
+    # vllm: seconds without an answer after which an engine hangs, and is killed; less than
+    # cluster.timeout_s; null: 0.4 of that
+    hang_timeout_s: float | None = None
+    max_restarts: int = 3  # vllm: of one searcher's engine in a run; one more ends the job
+
+
+class EngineDied(RuntimeError):
+    """A process of an engine has ended or hung; the engine can't be used any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +143,7 @@ class EngineOptions:
     # Where responses are sampled from other distributions, too: the temperature of the policy,
     # under which their `old_logprobs` are.
     policy_temperature: float | None = None
+    hang_timeout_s: float = 120.0  # see `EngineConfig`
 
     @property
     def worker_cores(self) -> list[list[int]]:
@@ -193,6 +208,8 @@ def _split_first(sequences: Sequence[Tokens]) -> tuple[list[Tokens], list[Tokens
 
 _STRAGGLER_PERIOD_S = 0.5  # between looks at how long responses have taken
 _POLL_PERIOD_S = 0.02  # between questions to the core whether new weights have come
+_WATCH_PERIOD_S = 0.2  # between looks whether the engine lives
+_END_S = 20.0  # for killed processes to end
 _INTERNAL = -1  # key of what `step` does not give
 
 
@@ -206,11 +223,115 @@ class _Request:
     begun: dict[str, float] = field(default_factory=dict)
 
 
+class _Watch:
+    """Sees to it that every call to vLLM's core ends.
+
+    vLLM's client waits for an answer without limit, in `step` and in every call by name, even when
+    it has noticed that the core is dead. A thread looks whether the processes live and how long the
+    call under way has taken; it kills an engine that hangs, and ends the call of a dead one.
+    Consumes: the state of the processes. Produces: `reason`, and the end of a call.
+    Ends: `stop()`, or when the engine is dead and no call is under way.
+    """
+
+    def __init__(
+        self, llm: Any, pids: dict[int, str], kill: Callable[[], None], timeout_s: float
+    ) -> None:
+        """Begins to watch.
+
+        Args:
+            pids: processes without which the engine can't go on, with their names.
+            kill: ends all of the engine's processes.
+            timeout_s: of one call.
+        """
+        core = llm.llm_engine.engine_core
+        self.reason: str | None = None  # why the engine is dead
+        self._resources, self._outputs = core.resources, core.outputs_queue
+        self._futures: dict[int, Any] = core.utility_results
+        self._pids, self._kill, self._timeout_s = pids, kill, timeout_s
+        self._calls = 0  # so far, with the one under way
+        self._is_asking = False
+        self._limit_s = timeout_s  # of the call under way
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name="engine watch", daemon=True).start()
+
+    @contextmanager
+    def asking(self, limit_s: float | None = None) -> Iterator[None]:
+        """A call to the core is under way.
+
+        Args:
+            limit_s: what it may take; None: the usual time.
+
+        Raises:
+            EngineDied: it was dead, or has died.
+        """
+        self._limit_s = self._timeout_s if limit_s is None else limit_s
+        self._calls += 1
+        self._is_asking = True
+        try:
+            if self.reason is not None:
+                raise EngineDied(self.reason)
+            yield
+        except EngineDied:
+            raise
+        except Exception as error:
+            reason = self._look() or self._told(error)
+            if reason is None:
+                raise
+            raise EngineDied(reason) from error
+        finally:
+            self._is_asking = False
+
+    def stop(self) -> None:
+        """Watches no longer."""
+        self._stopped.set()
+
+    def _look(self) -> str | None:
+        """Why the engine is dead, if it is."""
+        if self.reason is None:
+            for pid, name in self._pids.items():
+                if not process_is_alive(pid):
+                    self.reason = f"the engine's {name} (process {pid}) has ended"
+        return self.reason
+
+    def _told(self, error: Exception) -> str | None:
+        """The same, by what vLLM says."""
+        if not self._resources.engine_dead:
+            return None
+        self.reason = f"vLLM gave its engine up: {error}"
+        return self.reason
+
+    def _run(self) -> None:
+        # Time is counted in wake-ups of this thread, so that a searcher that was stopped or starved
+        # itself accuses nobody.
+        calls, seconds = 0, 0.0
+        while not self._stopped.wait(_WATCH_PERIOD_S):
+            same = self._is_asking and self._calls == calls
+            calls, seconds = self._calls, seconds + _WATCH_PERIOD_S if same else 0.0
+            if self._look() is not None:
+                self._end_call()
+                if not self._is_asking:
+                    return
+            elif seconds > self._limit_s:
+                self.reason = (
+                    f"the engine has not answered for {seconds:.0f} s (engine.hang_timeout_s)"
+                )
+                self._kill()
+
+    def _end_call(self) -> None:
+        self._resources.engine_dead = True  # vLLM begins no other call
+        error = EngineDied(self.reason or "")
+        self._outputs.put_nowait(error)
+        for future in list(self._futures.values()):
+            with suppress(InvalidStateError):  # answered meanwhile
+                future.set_exception(error)
+
+
 class VLLMEngine:
     """vLLM, its core and workers in child processes of their own.
 
     The core decodes on by itself whatever this process does; `step` only picks up what it has done.
-    Used by one thread.
+    Used by one thread. Everything that asks the core raises `EngineDied` when a process of the
+    engine has ended, or has not answered for `EngineOptions.hang_timeout_s` and was killed for it.
     """
 
     def __init__(self, cfg: EngineConfig, options: EngineOptions) -> None:
@@ -272,8 +393,15 @@ class VLLMEngine:
         self._worker_pids: list[int] = self._llm.collective_rpc(
             "tba_start", args=(os.getpid(), options.policy_temperature)
         )
+        # a vLLM-native transfer waits for the trainer and all other engines inside of its calls
+        limit_s = math.inf if options.vllm_transfer else options.hang_timeout_s
+        self._watch = _Watch(self._llm, self._vital_pids(), self._kill_all, limit_s)
         if options.policy_temperature is not None:
-            self._check_old_logprobs(options.policy_temperature)
+            try:
+                self._check_old_logprobs(options.policy_temperature)
+            except BaseException:
+                self.kill()
+                raise
 
     # Streaming
 
@@ -288,12 +416,20 @@ class VLLMEngine:
     @contextmanager
     def together(self) -> Iterator[None]:
         """What is added inside is decoded in one batch from the first step on."""
-        core = self._llm.llm_engine.engine_core
-        core.call_utility("pause_scheduler", "keep", False)
+        self._ask_core("pause_scheduler", "keep", False)
         try:
             yield
         finally:
-            core.call_utility("resume_scheduler")
+            self._ask_core("resume_scheduler")
+
+    def _vital_pids(self) -> dict[int, str]:
+        """The core and its workers: one process, or with several workers one each."""
+        import psutil
+
+        names = {pid: f"worker {i}" for i, pid in enumerate(self._worker_pids)}
+        parent = psutil.Process(self._worker_pids[0]).ppid()
+        core = self._worker_pids[0] if parent == os.getpid() else parent
+        return names | {core: "core"}
 
     def step(self) -> list[tuple[int, list[Completion]]]:
         """Waits for one decoding step; the prompts all of whose responses have ended since.
@@ -308,7 +444,8 @@ class VLLMEngine:
 
     def drop(self) -> None:
         """Forgets all that is under way."""
-        self._llm.llm_engine.abort_request(list(self._under_way))
+        with self._watch.asking():
+            self._llm.llm_engine.abort_request(list(self._under_way))
         self._under_way.clear()
         self._finished.clear()
 
@@ -331,15 +468,18 @@ class VLLMEngine:
         tokens: dict[str, Any] = {"prompt_token_ids": [int(t) for t in prompt]}
         if not self._recompute:  # what requests under way hold outlives an update
             tokens["cache_salt"] = f"version {self._version}"
-        self._llm.llm_engine.add_request(name, tokens, params)
+        with self._watch.asking():
+            self._llm.llm_engine.add_request(name, tokens, params)
         self._under_way[name] = _Request(key, max_seconds)
         return name
 
     def _take_outputs(self) -> list[tuple[str, Any]]:
         """One step's results: those of `add` are kept for `step`, others returned by name."""
+        with self._watch.asking():
+            outputs = self._llm.llm_engine.step()
         others = [
             (output.request_id, output)
-            for output in self._llm.llm_engine.step()
+            for output in outputs
             if output.finished and not self._finish(output)
         ]
         self.on_step()
@@ -392,7 +532,8 @@ class VLLMEngine:
                     processor.parent_requests.pop(state.parent_req.request_id, None)
                 self._finish(output)
         if cut:
-            self._llm.llm_engine.abort_request(cut, internal=True)
+            with self._watch.asking():
+                self._llm.llm_engine.abort_request(cut, internal=True)
 
     # Whole batches
 
@@ -446,11 +587,20 @@ class VLLMEngine:
             yield
             return
         assert not self._under_way, "the logits of what is under way would be divided too"
-        self._llm.collective_rpc("tba_divide_logits", args=(temperature,))
+        self._ask_workers("tba_divide_logits", temperature)
         try:
             yield
         finally:
-            self._llm.collective_rpc("tba_divide_logits", args=(None,))
+            self._ask_workers("tba_divide_logits", None)
+
+    def _ask_workers(self, method: str, *args: Any) -> list[Any]:
+        """What a method of `EngineWeights` gives, on every worker."""
+        with self._watch.asking():
+            return self._llm.collective_rpc(method, args=args)
+
+    def _ask_core(self, method: str, *args: Any) -> Any:
+        with self._watch.asking():
+            return self._llm.llm_engine.engine_core.call_utility(method, *args)
 
     def _wait_for(self, names: Sequence[str]) -> dict[str, Any]:
         outputs: dict[str, Any] = {}
@@ -484,7 +634,9 @@ class VLLMEngine:
     def join_weights(self, **options: Any) -> None:
         """Starts receiving weights; `options` are the keywords of `weights.Receiver`."""
         if self._options.vllm_transfer:
-            self._transfer = weights_vllm.TransferEnd(self._llm, tp=self._options.tp, **options)
+            options.pop("restart_timeout_s", None)  # engines are not restarted
+            with self._watch.asking():
+                self._transfer = weights_vllm.TransferEnd(self._llm, tp=self._options.tp, **options)
             return
         expected = [
             asdict(spec)
@@ -492,18 +644,18 @@ class VLLMEngine:
                 self._options.path, self._options.dtype, self._options.trust_remote_code
             )
         ]
-        self._llm.collective_rpc("tba_join", args=(expected, options))
+        self._ask_workers("tba_join", expected, options)
 
     def update(self, *, wait_for: int | None = None, timeout_s: float = 0.0) -> WeightUpdate | None:
         """Loads the newest weights that have come, if any (see `weights.Receiver.take`)."""
         if wait_for is None and not self.has_update():
             return None
-        if self._options.tp > 1 and self._transfer is None:
+        # A wait inside of the workers would look like an engine that hangs.
+        if (self._options.tp > 1 or wait_for is not None) and self._transfer is None:
             wait_for = self._agree(wait_for, timeout_s)
-        core = self._llm.llm_engine.engine_core
         frozen = bool(self._under_way)
         if frozen:  # returns when the step under way has ended, and its tokens are on their way
-            core.call_utility("pause_scheduler", "keep", False)
+            self._ask_core("pause_scheduler", "keep", False)
         paused = time.monotonic()
         try:
             found = self._take(wait_for, timeout_s)
@@ -512,19 +664,20 @@ class VLLMEngine:
                 return None
             if self._recompute or not frozen:
                 # Frozen requests lose their keys and values, and compute them anew.
-                core.reset_prefix_cache(reset_running_requests=True)
+                self._ask_core("reset_prefix_cache", True, False)
             self._version = found["version"]
             self._llm.llm_engine.set_weight_version(str(self._version))
         finally:
             if frozen:
-                core.call_utility("resume_scheduler")
+                self._ask_core("resume_scheduler")
         return WeightUpdate(**found, stall_s=time.monotonic() - paused)
 
     def _take(self, wait_for: int | None, timeout_s: float) -> dict[str, Any] | None:
         """Loads the weights on every worker; the fields of `WeightUpdate`, but `stall_s`."""
         if self._transfer is not None:
-            return self._transfer.take(wait_for=wait_for, timeout_s=timeout_s)
-        loaded = self._llm.collective_rpc("tba_take", args=(wait_for, timeout_s))
+            with self._watch.asking():
+                return self._transfer.take(wait_for=wait_for, timeout_s=timeout_s)
+        loaded = self._ask_workers("tba_take", wait_for, timeout_s)
         found = loaded[0]
         if found is not None:
             assert {update["version"] for update in loaded} == {found["version"]}
@@ -550,9 +703,7 @@ class VLLMEngine:
         deadline = time.monotonic() + timeout_s
         wanted = wait_for or 0
         while True:
-            versions, complete = zip(
-                *self._llm.collective_rpc("tba_hold", args=(wanted,)), strict=True
-            )
+            versions, complete = zip(*self._ask_workers("tba_hold", wanted), strict=True)
             newest = max(versions)
             if all(complete) and min(versions) == newest:
                 return newest
@@ -569,15 +720,18 @@ class VLLMEngine:
             if self._transfer is not None:
                 self._has_update = self._transfer.offered()
             else:
-                self._has_update = min(self._llm.collective_rpc("tba_staged")) >= 0
+                self._has_update = min(self._ask_workers("tba_staged")) >= 0
         return self._has_update
 
-    def leave_weights(self) -> None:
-        """Waits for the publisher's closing message."""
+    def leave_weights(self, timeout_s: float = 30.0) -> None:
+        """Waits for the publisher's closing message, `timeout_s` at most."""
         if self._transfer is not None:
-            self._transfer.leave()
-        else:
-            self._llm.collective_rpc("tba_leave")
+            with self._watch.asking():
+                self._transfer.leave()
+            return
+        deadline = time.monotonic() + timeout_s
+        while not all(self._ask_workers("tba_leave", 0.5)) and time.monotonic() < deadline:
+            pass
 
     def pin(self, cores: Sequence[int]) -> None:
         """Keeps the engine's processes on `cores`, of several workers each on its share (CPU)."""
@@ -587,11 +741,19 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Ends the engine's processes."""
+        self._watch.stop()
         self._llm.llm_engine.engine_core.shutdown()
         self.kill()
 
     def kill(self) -> None:
-        """Ends the engine's processes at once, whatever state they are in."""
+        """Ends the engine's processes at once, whatever state they are in; waits for their end."""
+        self._watch.stop()
+        self._kill_all()
+        deadline = time.monotonic() + _END_S
+        while any(map(process_is_alive, self._pids)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _kill_all(self) -> None:
         for pid in self._pids:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -862,10 +1024,10 @@ class HFEngine:
         """Whether weights have come that are not loaded."""
         return self._receiver is not None and self._receiver.staged_version >= 0
 
-    def leave_weights(self) -> None:
-        """Waits for the publisher's closing message."""
+    def leave_weights(self, timeout_s: float = 30.0) -> None:
+        """Waits for the publisher's closing message, `timeout_s` at most."""
         if self._receiver is not None:
-            self._receiver.close()
+            self._receiver.close(timeout_s)
 
     def pin(self, cores: Sequence[int]) -> None:
         """Nothing to pin beyond this process."""

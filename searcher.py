@@ -8,7 +8,8 @@ arXiv 2503.18929, section 4.
 
 A prompt enters the engine as soon as another's group has left it, so that nothing waits for the
 longest response. Complete groups are scored in batches while the engine decodes on: rewards in
-worker processes, reference log-probs here.
+worker processes, reference log-probs here. When the engine dies, another takes its place: it waits
+for weights, and prompts whose responses were under way begin anew.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from comm import Channel, Control, Kind, Ranks
-from engine import Completion, HFEngine, Sampling, VLLMEngine
+from engine import Completion, EngineDied, HFEngine, Sampling, VLLMEngine
 from evaluate import completion_facts, held_out_sums, response_texts
 from metrics import IdleClock
 from model import PADDED, Layout, unique_response_logprobs
@@ -109,6 +110,12 @@ class SearcherParts:
     clock: IdleClock = field(default_factory=IdleClock)
     # time.time() at which weights were published of which no token has been sampled yet
     first_token_of: float | None = None
+    # Given the number of restarts, ends the engine's processes and starts another, which waits for
+    # weights
+    restart_engine: Callable[[int], VLLMEngine | HFEngine] | None = None
+    max_engine_restarts: int = 0  # one more ends the job
+    engine_restarts: int = 0
+    requeued: int = 0  # prompts that were given to a restarted engine again
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,6 +124,8 @@ class Group:
 
     key: int  # ascending in the order in which groups were begun
     prompt_id: int
+    sampling: Sampling
+    seed: int | None = None  # of its responses' random numbers; None: the engine's
     completions: list[Completion] = field(default_factory=list)  # none while any is under way
 
 
@@ -139,6 +148,7 @@ class Groups:
     scoring: list[Scoring] = field(default_factory=list)
     started: int = 0  # groups since the run began, which gives keys and random numbers
     scored: bool = False  # whether any was
+    round: int = -1  # lock-step: version of the last round that was shipped
 
 
 def search(
@@ -158,31 +168,87 @@ def search(
     """
     stream = prompt_stream(parts)
     groups = Groups(started=int(parts.completed[own_prompts(parts)].sum()))
-    update = take_weights(parts, wait_for=0)
-    assert update is not None
-    begin(parts, update)
-    parts.clock.start()
-    while not update.final:
-        draining = groups.open and (lockstep or (between and parts.engine.has_update()))
-        if not draining:
-            start(cfg, parts, groups, prompts_in_flight - len(groups.open), stream)
-        generate(parts, groups)
-        if lockstep and groups.open:
-            continue
-        score(cfg, parts, groups, everything=lockstep)
-        ship(parts, groups, update.version, everything=lockstep)
-        if between and groups.open:
-            continue
-        newer = take_weights(parts, wait_for=update.version + 1 if lockstep else None)
-        if newer is None:
-            continue
-        update = newer
-        if update.final:  # what has been finished is not lost; the rest would come too late
-            parts.engine.drop()
-            score(cfg, parts, groups, everything=True)
-            ship(parts, groups, update.version, everything=True)
-        begin(parts, update)
+    death: EngineDied | None = None
+    update: WeightUpdate | None = None  # of the version that the engine holds, begun
+    while update is None or not update.final:
+        try:
+            if death is not None:
+                restart(parts, death)
+                death = None
+            if update is None:
+                update = resume(cfg, parts, groups, lockstep=lockstep)
+                continue
+            draining = groups.open and (lockstep or (between and parts.engine.has_update()))
+            if not draining:
+                start(cfg, parts, groups, prompts_in_flight - len(groups.open), stream)
+            generate(parts, groups)
+            if lockstep and groups.open:
+                continue
+            score(cfg, parts, groups, everything=lockstep)
+            ship(parts, groups, update.version, everything=lockstep)
+            if between and groups.open:
+                continue
+            groups.round = update.version
+            wait_for = update.version + 1 if lockstep else None
+            update = take(cfg, parts, groups, wait_for=wait_for) or update
+        except EngineDied as error:
+            death, update = error, None
     parts.channel.close()
+
+
+def restart(parts: SearcherParts, death: EngineDied) -> None:
+    """Puts another engine in the place of one that died; it holds no weights yet.
+
+    Raises:
+        RuntimeError: it was restarted too often.
+    """
+    if parts.engine_restarts >= parts.max_engine_restarts:
+        raise RuntimeError(
+            f"{death}; it has been restarted {parts.engine_restarts} times (engine.max_restarts)"
+        ) from death
+    assert parts.restart_engine is not None
+    parts.engine_restarts += 1
+    logger.warning("%s: restarting it (restart %d)", death, parts.engine_restarts)
+    with parts.clock.waiting("restart"):
+        parts.engine = parts.restart_engine(parts.engine_restarts)
+
+
+def resume(
+    cfg: SearcherConfig, parts: SearcherParts, groups: Groups, *, lockstep: bool
+) -> WeightUpdate:
+    """What an engine that holds no weights begins with: weights, then the prompts under way."""
+    # In lock-step a round that was shipped is not generated again.
+    update = take(cfg, parts, groups, wait_for=groups.round + 1 if lockstep else 0)
+    assert update is not None
+    if parts.engine_restarts == 0:
+        parts.clock.start()
+    add(parts, list(groups.open.values()))
+    parts.requeued += len(groups.open)
+    if parts.engine_restarts:
+        logger.info(
+            "the engine is back with version %d, %d prompts begin anew",
+            *(update.version, len(groups.open)),
+        )
+    return update
+
+
+def take(
+    cfg: SearcherConfig, parts: SearcherParts, groups: Groups, *, wait_for: int | None
+) -> WeightUpdate | None:
+    """Takes the newest weights, and does what is due under them; None if none have come."""
+    update = take_weights(parts, wait_for=wait_for)
+    while update is not None and wait_for is not None and update.version < wait_for:
+        # pinned, so that it came first, and sent again: all was done before the engine died
+        update = take_weights(parts, wait_for=wait_for)
+    if update is None:
+        return None
+    if update.final:  # what has been finished is not lost; the rest would come too late
+        parts.engine.drop()
+        groups.open.clear()
+        score(cfg, parts, groups, everything=True)
+        ship(parts, groups, update.version, everything=True)
+    begin(parts, update)
+    return update
 
 
 def start(
@@ -193,16 +259,24 @@ def start(
     stream: Iterator[int],
 ) -> None:
     """Adds `count` prompts to what the engine is working on."""
+    first = groups.started
+    for key in range(first, first + count):
+        prompt_id = next(stream)
+        # of its own, so that a resumed run draws what it would have drawn
+        rng = np.random.default_rng([parts.seed, 2, parts.ranks.searcher_index, key])
+        sampling = explored(cfg, rng, max_tokens=parts.max_response_tokens)
+        seed = int(rng.integers(2**62)) if parts.deterministic else None
+        groups.open[key] = Group(key=key, prompt_id=prompt_id, sampling=sampling, seed=seed)
+        groups.started += 1
+    add(parts, [groups.open[key] for key in range(first, groups.started)])
+
+
+def add(parts: SearcherParts, groups: Sequence[Group]) -> None:
+    """Gives groups that are open to the engine, which may die meanwhile."""
     with parts.engine.together() if parts.deterministic else nullcontext():
-        for _ in range(count):
-            prompt_id = next(stream)
-            # of its own, so that a resumed run draws what it would have drawn
-            rng = np.random.default_rng([parts.seed, 2, parts.ranks.searcher_index, groups.started])
-            sampling = explored(cfg, rng, max_tokens=parts.max_response_tokens)
-            seed = int(rng.integers(2**62)) if parts.deterministic else None
-            groups.open[groups.started] = Group(key=groups.started, prompt_id=prompt_id)
-            parts.engine.add(groups.started, parts.prompt_tokens[prompt_id], sampling, seed=seed)
-            groups.started += 1
+        for group in groups:
+            tokens = parts.prompt_tokens[group.prompt_id]
+            parts.engine.add(group.key, tokens, group.sampling, seed=group.seed)
 
 
 def generate(parts: SearcherParts, groups: Groups) -> None:
@@ -307,6 +381,8 @@ def begin(parts: SearcherParts, update: WeightUpdate) -> None:
         "version": update.version,
         "load_s": update.load_s,
         "stall_s": update.stall_s,
+        "engine_restarts": parts.engine_restarts,
+        "requeued_prompts": parts.requeued,
     }
     if "probe" in update.meta:
         report["logprob_gap"] = probe(parts, update)

@@ -29,6 +29,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -72,7 +73,16 @@ from comm import (
     init_world,
     ranks_from_environment,
 )
-from engine import EngineOptions, HFEngine, check_heads, engine_port, make_engine, pin_process
+from engine import (
+    EngineDied,
+    EngineOptions,
+    HFEngine,
+    VLLMEngine,
+    check_heads,
+    engine_port,
+    make_engine,
+    pin_process,
+)
 from events import EventLog
 from gradient import make_batch, step_stats
 from lora import add_adapters, load_adapter
@@ -87,7 +97,7 @@ from shards import make_gathering_group
 from tasks.task import Problem, Task, fit_prompts, reward_range
 from trainer import Arrivals, Evaluator, TrainerParts, beta_schedule, train
 from trajectory import Trajectory
-from weights import Publisher
+from weights import Publisher, count_restart
 
 NUM_PROBES = 4  # prompts whose log-probs engine and trainer compare
 
@@ -151,6 +161,14 @@ class Setup:
     def probe_tokens(self) -> list[np.ndarray]:
         """Fixed sequences of at least two tokens, the same on every rank."""
         return [tokens for tokens in self.prompt_tokens if len(tokens) > 1][:NUM_PROBES]
+
+    @property
+    def restart_timeout_s(self) -> float:
+        """What the news of an engine's restart may take; 0: engines are not restarted."""
+        restartable = self.cfg.engine.name == "vllm" and self.cfg.engine.max_restarts > 0
+        if not restartable or self.weights_backend == weights_vllm.BACKEND:
+            return 0.0
+        return self.cfg.cluster.timeout_s
 
     @property
     def weights_backend(self) -> str:
@@ -698,6 +716,7 @@ def make_publisher(
     if setup.weights_backend == weights_vllm.BACKEND:
         return weights_vllm.VLLMPublisher(policy, num_engines=ranks.num_searchers, **options)
     options |= {"trainers": trainers, "gathering": gathering}
+    options["restart_timeout_s"] = setup.restart_timeout_s
     return Publisher(policy, backend=setup.weights_backend, **options)
 
 
@@ -946,6 +965,7 @@ def engine_options(setup: Setup) -> EngineOptions:
         port=engine_port(ranks.local_rank, job),
         trust_remote_code=cfg.model.trust_remote_code,
         policy_temperature=cfg.searcher.temperature if explores(cfg.searcher) else None,
+        hang_timeout_s=config.hang_timeout_s(cfg),
     )
 
 
@@ -960,26 +980,12 @@ def build_scorer(setup: Setup, control: Control) -> Scorer:
 def build_searcher(setup: Setup, control: Control, channel: Channel) -> SearcherParts:
     """The engine, started and listening for weights, the reference and the prompts."""
     cfg, ranks = setup.cfg, setup.ranks
-    control.progress("starting the engine", cfg.cluster.startup_timeout_s)
-    engine = make_engine(cfg.engine, engine_options(setup))
-    control.cleanups.append(engine.kill)
-    engine.on_step = control.alive
+    engine = start_engine(setup, control)
     reference = None if cfg.trainer.reference_reset_every else load_model(setup)
     if setup.cores and ranks.world_size > 1:
         pin_process(os.getpid(), setup.cores)
-        engine.pin(setup.cores)
     scorer = build_scorer(setup, control)
-    control.progress("meeting the trainer for weights", cfg.cluster.startup_timeout_s)
-    engine.join_weights(
-        host=control.host,
-        port=control.port,
-        key=derived_key(control.key, "weights"),
-        rank=1 + ranks.searcher_index * ranks.tp,
-        size=1 + ranks.num_searchers * ranks.tp,
-        backend=setup.weights_backend,
-        bucket_bytes=cfg.weights.bucket_mb << 20,
-        timeout_s=cfg.cluster.startup_timeout_s,
-    )
+    join_weights(setup, control, engine)
     share = slice(ranks.searcher_index, None, ranks.num_searchers)
     completed = np.zeros(len(setup.problems), dtype=np.int64)
     if setup.saved is not None:
@@ -1006,7 +1012,67 @@ def build_searcher(setup: Setup, control: Control, channel: Channel) -> Searcher
         seed=cfg.seed,
         completed=completed,
         deterministic=cfg.deterministic,
+        restart_engine=engine_restarter(setup, control, engine),
+        max_engine_restarts=cfg.engine.max_restarts if setup.restart_timeout_s else 0,
     )
+
+
+def start_engine(setup: Setup, control: Control, restarts: int = 0) -> VLLMEngine | HFEngine:
+    """This searcher's engine, on its cores, ended when the job is.
+
+    Args:
+        restarts: of this searcher's engine so far; each samples with a seed of its own.
+    """
+    control.progress("starting the engine", setup.cfg.cluster.startup_timeout_s)
+    options = engine_options(setup)
+    options = dataclasses.replace(options, seed=options.seed + 1000 * restarts)
+    engine = make_engine(setup.cfg.engine, options)
+    control.cleanups.append(engine.kill)
+    engine.on_step = control.alive
+    if setup.cores and setup.ranks.world_size > 1:
+        engine.pin(setup.cores)
+    return engine
+
+
+def join_weights(setup: Setup, control: Control, engine: VLLMEngine | HFEngine) -> None:
+    """Lets the engine receive weights."""
+    cfg, ranks = setup.cfg, setup.ranks
+    control.progress("meeting the trainer for weights", cfg.cluster.startup_timeout_s)
+    engine.join_weights(
+        host=control.host,
+        port=control.port,
+        key=derived_key(control.key, "weights"),
+        rank=1 + ranks.searcher_index * ranks.tp,
+        size=1 + ranks.num_searchers * ranks.tp,
+        backend=setup.weights_backend,
+        bucket_bytes=cfg.weights.bucket_mb << 20,
+        timeout_s=cfg.cluster.startup_timeout_s,
+        restart_timeout_s=setup.restart_timeout_s,
+    )
+
+
+def engine_restarter(
+    setup: Setup, control: Control, engine: VLLMEngine | HFEngine
+) -> Callable[[int], VLLMEngine | HFEngine]:
+    """What puts another engine in the place of a dead one (`SearcherParts.restart_engine`).
+
+    Args:
+        engine: the first one.
+    """
+
+    def restart(restarts: int) -> VLLMEngine | HFEngine:
+        nonlocal engine
+        engine.kill()
+        if engine.kill in control.cleanups:  # not if the last restart has failed half-way
+            control.cleanups.remove(engine.kill)
+        # First, so that trainer 0 and the other engines leave the group of the dead one meanwhile.
+        key = derived_key(control.key, "weights")
+        count_restart(control.host, control.port, timeout_s=control.timeout_s, key=key)
+        engine = start_engine(setup, control, restarts)
+        join_weights(setup, control, engine)
+        return engine
+
+    return restart
 
 
 def run_searcher(setup: Setup, parts: SearcherParts) -> None:
@@ -1019,9 +1085,13 @@ def run_searcher(setup: Setup, parts: SearcherParts) -> None:
         lockstep=setup.lockstep,
         between=cfg.update == "between",
     )
-    parts.control.progress("closing the engine")
     parts.scorer.close()
-    parts.engine.leave_weights()
+    # Its workers stay in the weights' group while another searcher's engine may be restarted.
+    limit = parts.control.startup_timeout_s
+    parts.control.progress("waiting for the other searchers", limit)
+    with suppress(EngineDied):
+        parts.engine.leave_weights(limit)
+    parts.control.progress("closing the engine")
     parts.engine.close()
 
 

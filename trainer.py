@@ -226,6 +226,9 @@ class Arrivals:
     load_s: dict[int, float] = field(default_factory=dict)
     stall_s: dict[int, float] = field(default_factory=dict)
     step_to_token_s: dict[int, float] = field(default_factory=dict)
+    # searcher rank -> since the start: restarts of its engine, prompts that began anew with it
+    engine_restarts: dict[int, int] = field(default_factory=dict)
+    requeued_prompts: dict[int, int] = field(default_factory=dict)
     evaluations: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     # version -> name -> mean over the held-out problems
     held_out: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -352,6 +355,9 @@ def take_report(arrivals: Arrivals, source: int, values: Mapping[str, Any]) -> N
     for name in ("load_s", "stall_s", "step_to_token_s"):
         if name in values:
             getattr(arrivals, name)[source] = values[name]
+    for name in ("engine_restarts", "requeued_prompts"):
+        if name in values:
+            getattr(arrivals, name)[source] = values[name]
     if "logprob_gap" in values:
         arrivals.logprob_gap[source] = values["logprob_gap"]
 
@@ -359,8 +365,8 @@ def take_report(arrivals: Arrivals, source: int, values: Mapping[str, Any]) -> N
 def take_evaluation(parts: TrainerParts, source: int, values: Mapping[str, Any]) -> None:
     """One searcher's share of an evaluation; the last share completes and logs it."""
     version = int(values["version"])
-    if version in parts.arrivals.held_out:  # of an engine that was started anew meanwhile
-        return
+    if version in parts.arrivals.held_out:
+        return  # a restarted engine evaluates what is complete once more
     shares = parts.arrivals.evaluations.setdefault(version, {})
     shares[source] = dict(values)
     if len(shares) < parts.ranks.num_searchers:
@@ -851,6 +857,8 @@ def arrival_metrics(arrivals: Arrivals) -> dict[str, float]:
     for name in ("load_s", "stall_s", "step_to_token_s"):
         if seconds := getattr(arrivals, name):
             metrics[f"weights/{name}"] = max(seconds.values())
+    metrics["faults/engine_restarts"] = sum(arrivals.engine_restarts.values())
+    metrics["faults/requeued_prompts"] = sum(arrivals.requeued_prompts.values())
     return metrics
 
 
@@ -1010,6 +1018,8 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
         "skipped_steps": totals.skipped_steps,
         "failed_checkpoints": parts.checkpointer.num_failed if parts.checkpointer else 0,
         "engine_logprob_gap": max(arrivals.logprob_gap.values(), default=None),
+        "engine_restarts": sum(arrivals.engine_restarts.values()),
+        "requeued_prompts": sum(arrivals.requeued_prompts.values()),
         "accuracy_by_step": {str(step): value for step, value in accuracy.items()},
         "held_out_by_step": {str(step): values for step, values in by_step.items()},
     }

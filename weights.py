@@ -8,6 +8,9 @@ staging buffers, so that no broadcast waits for a generation and no generation f
 `take()` loads the newest complete version. `EngineWeights` is the vLLM worker extension that holds
 a Receiver.
 
+A process group is a fixed set of ranks, so an engine that was restarted needs a new one: all
+members leave theirs and meet again (`Meeting`), and the newest snapshot is sent again.
+
 A newer snapshot replaces a waiting one. A version that must be seen by all (`evaluate`, `final`) is
 pinned: it is neither replaced on the trainer nor dropped on the engine before it was loaded.
 Names, shapes and dtypes are checked once, a checksum of the bytes at every version.
@@ -42,6 +45,12 @@ FLAG_EVALUATE, FLAG_FINAL = 1, 2
 _CLOSE, _FAILED, _SKIPPED = -1, -2, -3  # instead of a version, of a snapshot's number or place
 _TAG = 1  # of messages between trainers; their weights travel under 0
 _MAX_MANIFEST_BYTES, _MAX_META_BYTES = 1 << 27, 1 << 24  # of their texts
+_RESTARTS = "restarts"  # in the control store: engines restarted so far
+_CLOSED = "closed"  # in the control store: nothing more is published
+_CONNECT_S = 60.0  # to make a group's connections, once all its members are there
+_MEETING_PERIOD_S = 0.05  # between looks at who is there
+_RESTART_PERIOD_S = 0.5  # between looks whether an engine was restarted
+_COMPLETION_PERIOD_S = 0.0002  # between looks whether NCCL has finished
 _SUM_WORDS, _SUM_ROWS = 4096, 64  # 32-bit words of a row of the checksum; rows at a time
 
 
@@ -245,34 +254,164 @@ class WeightGroup:
     """Trainer 0 and all engine workers: small messages by gloo, buckets by gloo or NCCL.
 
     A GPU that waits for a message by NCCL is busy, and the next version may be minutes away.
+    The last reference to a gloo group closes its connections, so that the other ends fail too
+    instead of waiting: whoever gives a group up must keep none, nor a traceback whose frames do.
     """
 
     messages: Any  # ProcessGroupGloo
     buckets: Any  # the same, or ProcessGroupNCCL
 
+    def abort(self) -> None:
+        """Ends what is under way by NCCL. This has not been run on several GPUs yet."""
+        if self.buckets is not self.messages:
+            self.buckets.abort()
 
-def make_group(
-    host: str, port: int, rank: int, size: int, *, backend: str, timeout_s: float, key: str = ""
-) -> WeightGroup:
-    """Process groups for trainer 0 (rank 0) and all engine workers (1..size-1).
 
-    They are made beside the default group, over the control store, because an engine worker is not
-    a rank of the job; `key` is part of the names that they meet under. `timeout_s` bounds the
-    meeting; afterwards a receiver may wait for ever (the watchdog of the control plane looks after
-    that).
+class RestartedError(RuntimeError):
+    """An engine was restarted: the present group of the weights is to be left."""
+
+
+def count_restart(host: str, port: int, *, timeout_s: float, key: str = "") -> None:
+    """Tells trainer 0 and all engine workers, by the control store, to meet anew.
+
+    To be called after the old workers' end and before the new ones' start.
     """
+    _open_store(host, port, timeout_s, key).add(_RESTARTS, 1)
+
+
+def _open_store(host: str, port: int, timeout_s: float, key: str) -> dist.Store:
     server = dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
-    store = dist.PrefixStore(f"weights{key}", server)
-    messages = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
-    messages._set_default_timeout(FOREVER)
-    if backend != "nccl":
-        return WeightGroup(messages, messages)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = FOREVER
-    store = dist.PrefixStore(f"weights-nccl{key}", server)
-    return WeightGroup(messages, dist.ProcessGroupNCCL(store, rank, size, options))
+    return dist.PrefixStore(f"weights{key}", server)
+
+
+class Meeting:
+    """Where trainer 0 (rank 0) and all engine workers (1..size-1) make their group.
+
+    Over the control store, because an engine worker is not a rank of the job. The store counts
+    restarts of engines; every count has a group of its own, a generation. First all say that they
+    are there, which can be given up for a newer generation, then they connect. Used by one thread.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        size: int,
+        *,
+        backend: str,
+        timeout_s: float,
+        key: str = "",
+        restart_timeout_s: float = 0.0,
+    ) -> None:
+        """Connects to the store.
+
+        Args:
+            timeout_s: bounds a meeting; afterwards a receiver may wait for ever (the watchdog of
+                the control plane looks after that).
+            key: part of the names that they meet under.
+            restart_timeout_s: what the news of a restart may take after a group has failed; 0:
+                engines are not restarted.
+        """
+        self._store = _open_store(host, port, timeout_s, key)
+        self._rank, self._size, self._backend = rank, size, backend
+        self._timeout_s, self._restart_timeout_s = timeout_s, restart_timeout_s
+        self._generation = 0
+        self._looked_at = 0.0  # time.monotonic() of the last look at the count
+
+    @property
+    def period_s(self) -> float | None:
+        """How often whoever waits should `check`; None: never."""
+        return _RESTART_PERIOD_S if self._restart_timeout_s else None
+
+    def join(self) -> WeightGroup:
+        """The group of the newest generation, when all its members are there.
+
+        Raises:
+            TimeoutError: some have not come.
+            RuntimeError: they could not be connected.
+        """
+        while True:
+            self._generation = self._store.add(_RESTARTS, 0)
+            store = dist.PrefixStore(str(self._generation), self._store)
+            if self._all_there(store):
+                return self._connect(store)
+
+    def check(self) -> None:
+        """Raises RestartedError if an engine was restarted since `join`; cheap if called often."""
+        now = time.monotonic()
+        if self._restart_timeout_s and now - self._looked_at >= _RESTART_PERIOD_S:
+            self._looked_at = now
+            if self._is_over():
+                raise RestartedError("an engine was restarted")
+
+    def wait_for_restart(self) -> bool:
+        """After the group has failed: whether all are to meet again.
+
+        False: it was closed, or no engine was restarted in time.
+        """
+        deadline = time.monotonic() + self._restart_timeout_s
+        while not self._is_over():
+            if time.monotonic() >= deadline or self.is_closed():
+                return False
+            time.sleep(_MEETING_PERIOD_S)
+        return True
+
+    def close(self) -> None:
+        """Says that nobody needs the group any more."""
+        self._store.set(_CLOSED, "1")
+
+    def is_closed(self) -> bool:
+        """Whether anybody has said so."""
+        return self._store.check([_CLOSED])
+
+    def finish(self, work: dist.Work) -> None:
+        """Waits for a broadcast.
+
+        Raises:
+            RuntimeError: it failed, or an engine was restarted.
+        """
+        # NCCL's `wait` returns before the broadcast has ended, and what waits for the stream then
+        # would wait for a dead member for ever.
+        while self._backend == "nccl" and self._restart_timeout_s and not work.is_completed():
+            self.check()
+            time.sleep(_COMPLETION_PERIOD_S)
+        work.wait()
+
+    def _is_over(self) -> bool:
+        return self._store.add(_RESTARTS, 0) != self._generation
+
+    def _all_there(self, store: dist.Store) -> bool:
+        """Waits for all members; False: there is a newer generation."""
+        deadline = time.monotonic() + self._timeout_s
+        store.set(f"there/{self._rank}", "1")
+        members = [f"there/{rank}" for rank in range(self._size)]
+        while not store.check(members):
+            if self._is_over():
+                return False
+            if time.monotonic() > deadline:
+                missing = [rank for rank, key in enumerate(members) if not store.check([key])]
+                raise TimeoutError(
+                    f"ranks {missing} of the weights' group have not come within "
+                    f"{self._timeout_s:.0f} s (0 is trainer 0, the others are engine workers)"
+                )
+            time.sleep(_MEETING_PERIOD_S)
+        return True
+
+    def _connect(self, store: dist.Store) -> WeightGroup:
+        limit = timedelta(seconds=min(self._timeout_s, _CONNECT_S))
+        messages = dist.ProcessGroupGloo(store, self._rank, self._size, limit)
+        messages._set_default_timeout(FOREVER)
+        if self._backend != "nccl":
+            return WeightGroup(messages, messages)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = FOREVER
+        buckets = dist.ProcessGroupNCCL(
+            dist.PrefixStore("nccl", store), self._rank, self._size, options
+        )
+        return WeightGroup(messages, buckets)
 
 
 def _start_broadcast(group: Any, tensor: torch.Tensor) -> dist.Work:
@@ -316,7 +455,7 @@ def _side_stream(device: torch.device):
 # --------------------------------------------------------------------------- trainer side
 
 
-@dataclass
+@dataclass(eq=False)
 class _Snapshot:
     flat: torch.Tensor  # uint8: all weights, or a sharded policy's rows of this trainer
     place: int  # which of the two it is; the same on all trainers
@@ -337,7 +476,9 @@ class Publisher:
     Waits for: `publish` waits only when a pinned version is asked for while another one is still
     waiting; a trainer's thread for its own main thread to finish the copy that trainer 0 named.
     Ends: `close()` sends the closing header, to engines and trainers. An error in the thread is
-    raised by the next `publish` or `close`; trainer 0's thread tells the other trainers.
+    raised by the next `publish` or `close`; trainer 0's thread tells the other trainers. When an
+    engine was restarted, trainer 0's thread leaves the group, meets all engines again, and sends
+    again what it sent last, as long as its memory is not taken.
     Memory: two buffers of this rank's part of the weights and, on trainer 0 of a sharded policy,
     three buckets; in host memory (pinned for a GPU) where the weights travel by gloo.
     """
@@ -355,6 +496,7 @@ class Publisher:
         timeout_s: float,
         meeting_timeout_s: float,
         key: str = "",
+        restart_timeout_s: float = 0.0,
         trainers: dist.ProcessGroup | None = None,
         gathering: dist.ProcessGroup | None = None,
     ) -> None:
@@ -366,6 +508,7 @@ class Publisher:
             dtype: the engines'.
             bucket_bytes: a multiple of 4.
             timeout_s: of one broadcast.
+            meeting_timeout_s, restart_timeout_s: see `Meeting`.
             trainers: of a sharded policy, for collectives of the main thread.
             gathering: of a sharded policy, for this thread alone (`shards.make_gathering_group`).
         """
@@ -390,6 +533,10 @@ class Publisher:
             self._scratch = self._memory(scratch_bytes(self._pieces))
         self._free = list(self._snapshots)
         self._waiting: _Snapshot | None = None
+        self._again: _Snapshot | None = None  # to be sent again, before the one that waits
+        self._sending: _Snapshot | None = None
+        self._is_copying = False  # the main thread makes the next one to wait
+        self._last: _Snapshot | None = None  # sent last
         self._num_taken = 0
         self._busy_since: float | None = None
         self._closed = False
@@ -401,6 +548,7 @@ class Publisher:
             "backend": backend,
             "timeout_s": meeting_timeout_s,
             "key": key,
+            "restart_timeout_s": restart_timeout_s,
         }
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
@@ -434,7 +582,7 @@ class Publisher:
             self._num_taken += 1
             snapshot.number = self._num_taken
             snapshot.version, snapshot.flags, snapshot.meta = version, flags, meta
-            self._waiting = snapshot
+            self._waiting, self._is_copying = snapshot, False
             self._condition.notify_all()
         return True
 
@@ -468,8 +616,9 @@ class Publisher:
                     return None
                 self._condition.wait(0.5)
                 self._check()
-            snapshot = self._waiting or self._free.pop()
-            self._waiting = None
+            # the oldest: what was sent last may have to be sent again
+            snapshot = self._waiting or self._free.pop(0)
+            self._waiting, self._is_copying = None, True
             return snapshot
 
     def _claim_together(self, flags: int) -> _Snapshot | None:
@@ -509,8 +658,7 @@ class Publisher:
         except BaseException as error:
             logger.debug("the publisher's thread ends", exc_info=True)
             with self._condition:
-                # Without its traceback, whose frames keep the group: the last reference to a gloo
-                # group closes its connections, so that the other ends fail too instead of waiting.
+                # without its traceback, whose frames keep the group: see WeightGroup
                 self._error = error.with_traceback(None)
                 self._condition.notify_all()
             if self._rank == 0:
@@ -520,26 +668,79 @@ class Publisher:
     # ----------------------------------------------------------------------- trainer 0's thread
 
     def _send_all(self) -> None:
-        group = make_group(*self._address, **self._meeting)
+        meeting = Meeting(*self._address, **self._meeting)
+        while not self._send_over_one_group(meeting):
+            pass
+        self._tell_trainers(_CLOSE)
+
+    def _send_over_one_group(self, meeting: Meeting) -> bool:
+        """Whether all has been sent; False: all are to meet again."""
+        group = None
+        try:
+            group = meeting.join()
+            self._introduce(group)
+            self._repeat_last()
+            while (snapshot := self._next(meeting)) is not None:
+                self._tell_trainers(snapshot.number)
+                self._send(meeting, group, snapshot)
+        except RuntimeError as error:
+            if group is not None:
+                group.abort()
+            self._take_back()
+            if not meeting.wait_for_restart():
+                raise
+            logger.debug("all engines meet again for weights: %s", error)
+            return False
+        meeting.close()
+        # An engine that dies now is missed by nobody: all have evaluated the last version.
+        with suppress(RuntimeError) if meeting.period_s else nullcontext():
+            _send_numbers(group, [_CLOSE, 0, 0])
+        return True
+
+    def _introduce(self, group: WeightGroup) -> None:
         text = json.dumps([asdict(spec) for spec in self.specs])
         _send_numbers(group, [len(text.encode())])
         _send_text(group, text)
-        while (snapshot := self._next()) is not None:
-            self._tell_trainers(snapshot.number)
-            self._send(group, snapshot)
-        _send_numbers(group, [_CLOSE, 0, 0])
-        self._tell_trainers(_CLOSE)
 
-    def _next(self) -> _Snapshot | None:
+    def _repeat_last(self) -> None:
+        """A new group gets what was sent last, unless a newer snapshot has taken its memory."""
         with self._condition:
-            while self._waiting is None:
+            if self._last in self._free:
+                assert self._last is not None and self._again is None
+                self._free.remove(self._last)
+                self._again = self._last
+
+    def _take_back(self) -> None:
+        """What a lost group did not get whole waits again, if it is the newest or pinned."""
+        with self._condition:
+            snapshot, self._sending, self._busy_since = self._sending, None, None
+            if snapshot is None:
+                return
+            if self._waiting is None and not self._is_copying:
+                self._waiting = snapshot
+            elif snapshot.flags:
+                self._again = snapshot
+            else:
+                self._free.insert(0, snapshot)
+            self._condition.notify_all()
+
+    def _next(self, meeting: Meeting | None = None) -> _Snapshot | None:
+        """Takes the snapshot that is due; None: there will be none."""
+        while True:
+            with self._condition:
+                snapshot = self._again or self._waiting
+                if snapshot is not None:
+                    if self._again is None:
+                        self._waiting = None
+                    self._again, self._sending = None, snapshot
+                    self._busy_since = time.monotonic()
+                    self._condition.notify_all()
+                    return snapshot
                 if self._closed:
                     return None
-                self._condition.wait()
-            snapshot, self._waiting = self._waiting, None
-            self._busy_since = time.monotonic()
-            self._condition.notify_all()
-            return snapshot
+                self._condition.wait(None if meeting is None else meeting.period_s)
+            if meeting is not None:
+                meeting.check()
 
     def _tell_trainers(self, number: int) -> None:
         """One message to each, so that the living hear of an error whoever has died."""
@@ -554,31 +755,48 @@ class Publisher:
             if number != _FAILED:
                 work.wait()
 
-    def _send(self, group: WeightGroup, snapshot: _Snapshot) -> None:
+    def _send(self, meeting: Meeting, group: WeightGroup, snapshot: _Snapshot) -> None:
         start = time.monotonic()
+        buckets = self._buckets_of(snapshot)
+        try:
+            gather_s = self._send_buckets(meeting, group, snapshot, buckets)
+        except RuntimeError:
+            for _ in buckets:  # the other trainers send all of theirs, whatever happens here
+                pass
+            raise
+        with self._condition:
+            self.last_broadcast_s = time.monotonic() - start
+            self.last_gather_s = gather_s
+            self._busy_since, self._sending, self._last = None, None, snapshot
+            self._free.append(snapshot)
+
+    def _send_buckets(
+        self,
+        meeting: Meeting,
+        group: WeightGroup,
+        snapshot: _Snapshot,
+        buckets: Iterator[torch.Tensor],
+    ) -> float:
+        """Sends a whole version; seconds in which it waited for the other trainers' parts."""
         text = json.dumps(snapshot.meta)
         _send_numbers(group, [snapshot.version, snapshot.flags, len(text.encode())])
         _send_text(group, text)
         total = Checksum()
         gather_s, before = 0.0, time.monotonic()
         works: list[dist.Work] = []
-        for bucket in self._buckets_of(snapshot):
+        for bucket in buckets:
             gather_s += time.monotonic() - before
             works.append(_start_broadcast(group.buckets, bucket))
             total.add(bucket)  # while it travels
             if len(works) > 1:  # the memory of the one before is used for the next
-                works.pop(0).wait()
+                meeting.finish(works.pop(0))
             before = time.monotonic()
         for work in works:
-            work.wait()
+            meeting.finish(work)
         if self._wire_device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         _send_numbers(group, [total.value()])
-        with self._condition:
-            self.last_broadcast_s = time.monotonic() - start
-            self.last_gather_s = gather_s
-            self._busy_since = None
-            self._free.append(snapshot)
+        return gather_s
 
     def _buckets_of(self, snapshot: _Snapshot) -> Iterator[torch.Tensor]:
         if self._size == 1:
@@ -655,7 +873,8 @@ class Receiver:
     version. Produces: loaded weights, at `take`. A complete version replaces one that was not
     loaded yet, unless that one is pinned or held. Waits for: the thread waits before it overwrites
     a pinned or held version that was not loaded yet. Ends: the publisher's closing header. An error
-    in the thread is raised by the next `take`, `hold` or `staged_version`.
+    in the thread is raised by the next `take`, `hold` or `staged_version`. When another engine was
+    restarted, all meet again; a version that comes a second time is received and dropped.
     Memory: two flat buffers of all weights in the engine's dtype, on the engine's device where the
     weights travel by NCCL, else in host memory.
     """
@@ -674,19 +893,31 @@ class Receiver:
         timeout_s: float,
         device: torch.device,
         key: str = "",
+        restart_timeout_s: float = 0.0,
     ) -> None:
+        """
+        Args:
+            timeout_s, restart_timeout_s: see `Meeting`.
+        """
         self.version = -1  # loaded version; -1 before the first
         self._expected, self._load = expected, load
         self._wire_device = device if backend == "nccl" else torch.device("cpu")
         self._bucket_bytes = bucket_bytes
+        self._num_bytes = 0  # of all weights; 0 before the first meeting
         self._buffers: list[torch.Tensor] = []  # those that hold nothing
         self._staged: list[_Staged] = []  # in version order; all but the last are kept
         self._coming = -1  # version that is being received
+        self._newest = -1  # of the complete versions, loaded or not
         self._hold: int | None = None  # this version, or a newer one, is kept until it is taken
         self._error: BaseException | None = None
         self._condition = threading.Condition()
         self._address = (host, port, rank, size)
-        self._meeting: dict[str, Any] = {"backend": backend, "timeout_s": timeout_s, "key": key}
+        self._meeting: dict[str, Any] = {
+            "backend": backend,
+            "timeout_s": timeout_s,
+            "key": key,
+            "restart_timeout_s": restart_timeout_s,
+        }
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
@@ -766,9 +997,10 @@ class Receiver:
             load_s=time.monotonic() - start,
         )
 
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Waits for the publisher's closing header."""
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Waits for the publisher's closing header; whether it has come, or never will."""
         self._thread.join(timeout=timeout_s)
+        return not self._thread.is_alive()
 
     def _check(self) -> None:
         if self._error is not None:
@@ -776,63 +1008,116 @@ class Receiver:
 
     def _run(self) -> None:
         try:
-            group = make_group(*self._address, **self._meeting)
+            meeting = Meeting(*self._address, **self._meeting)
             with _side_stream(self._wire_device):
-                (num_bytes,) = _receive_numbers(group, 1)
-                specs = read_manifest(_receive_text(group, num_bytes, _MAX_MANIFEST_BYTES))
-                check_manifest(specs, self._expected)
-                self._expected = specs  # same tensors; the trainer's order and offsets
-                self._buffers = [
-                    torch.zeros(flat_bytes(specs), dtype=torch.uint8, device=self._wire_device)
-                    for _ in range(2)
-                ]
-                while self._receive(group):
+                while not self._receive_over_one_group(meeting):
                     pass
         except BaseException as error:
             logger.debug("the receiver's thread ends", exc_info=True)
             with self._condition:
-                # without its traceback: see Publisher._run
+                # without its traceback, whose frames keep the group: see WeightGroup
                 self._error = error.with_traceback(None)
                 self._condition.notify_all()
 
-    def _receive(self, group: WeightGroup) -> bool:
+    def _receive_over_one_group(self, meeting: Meeting) -> bool:
+        """Whether the publisher has closed; False: all are to meet again."""
+        group = None
+        try:
+            group = meeting.join()
+            self._meet_publisher(group)
+            while self._receive(meeting, group):
+                pass
+        except RuntimeError:
+            if group is not None:
+                group.abort()
+            if meeting.wait_for_restart():
+                return False
+            if not meeting.is_closed():
+                raise
+        return True
+
+    def _meet_publisher(self, group: WeightGroup) -> None:
+        """Learns what will come, once a group; memory for it is made once."""
+        (num_bytes,) = _receive_numbers(group, 1)
+        specs = read_manifest(_receive_text(group, num_bytes, _MAX_MANIFEST_BYTES))
+        check_manifest(specs, self._expected)
+        if self._num_bytes:
+            return
+        self._expected = specs  # same tensors; the trainer's order and offsets
+        self._num_bytes = flat_bytes(specs)
+        self._buffers = [self._memory(self._num_bytes) for _ in range(2)]
+
+    def _memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._wire_device)
+
+    def _receive(self, meeting: Meeting, group: WeightGroup) -> bool:
         version, flags, text_bytes = _receive_numbers(group, 3)
         if version == _CLOSE:
             return False
         meta = json.loads(_receive_text(group, text_bytes, _MAX_META_BYTES))
-        flat = self._free_buffer(version)
-        received = self._receive_flat(group, flat)
+        if version <= self._newest:
+            self._receive_in_vain(meeting, group)
+            return True
+        flat = self._free_buffer(meeting, version)
+        try:
+            self._receive_whole(meeting, group, flat, version)
+        except RuntimeError:
+            with self._condition:
+                self._buffers.append(flat)
+                self._coming = -1
+            raise
+        with self._condition:
+            self._buffers += [staged.flat for staged in self._staged if not self._is_kept(staged)]
+            self._staged = [staged for staged in self._staged if self._is_kept(staged)]
+            self._staged.append(_Staged(flat, version, flags, meta))
+            self._coming, self._newest = -1, version
+            self._condition.notify_all()
+        return True
+
+    def _receive_whole(
+        self, meeting: Meeting, group: WeightGroup, flat: torch.Tensor, version: int
+    ) -> None:
+        received = self._receive_flat(meeting, group, flat)
         (sent,) = _receive_numbers(group, 1)
         if received != sent:
             raise ValueError(
                 f"checksum of version {version} is {received}, the trainer's is {sent}"
             )
-        with self._condition:
-            self._buffers += [staged.flat for staged in self._staged if not self._is_kept(staged)]
-            self._staged = [staged for staged in self._staged if self._is_kept(staged)]
-            self._staged.append(_Staged(flat, version, flags, meta))
-            self._coming = -1
-            self._condition.notify_all()
-        return True
 
-    def _free_buffer(self, version: int) -> torch.Tensor:
-        """Memory for the next version; the last staged one is given up for it if need be."""
-        with self._condition:
-            self._coming = version
-            while not self._buffers:
+    def _receive_in_vain(self, meeting: Meeting, group: WeightGroup) -> None:
+        """Takes part in a broadcast that others need."""
+        scratch = self._memory(min(self._bucket_bytes, self._num_bytes))
+        for start in range(0, self._num_bytes, self._bucket_bytes):
+            bucket = scratch[: self._num_bytes - start]
+            meeting.finish(_start_broadcast(group.buckets, bucket))
+        _receive_numbers(group, 1)
+
+    def _free_buffer(self, meeting: Meeting, version: int) -> torch.Tensor:
+        """Memory for the next version; the last staged one is given up for it if need be.
+
+        Raises:
+            RestartedError: an engine was restarted meanwhile.
+        """
+        while True:
+            with self._condition:
+                if self._buffers:
+                    self._coming = version
+                    return self._buffers.pop()
                 if self._staged and not self._is_kept(self._staged[-1]):
+                    self._coming = version
                     return self._staged.pop().flat
-                self._condition.wait()
-            return self._buffers.pop()
+                self._coming = version
+                self._condition.wait(meeting.period_s)
+            meeting.check()
 
-    def _receive_flat(self, group: WeightGroup, flat: torch.Tensor) -> int:
+    def _receive_flat(self, meeting: Meeting, group: WeightGroup, flat: torch.Tensor) -> int:
         """Fills the buffer; the checksum of what has come."""
         total = Checksum()
         under_way: list[tuple[dist.Work, torch.Tensor]] = []
 
         def finish_oldest() -> None:
             work, bucket = under_way.pop(0)
-            work.wait()
+            meeting.finish(work)
             total.add(bucket)  # while the next one travels
 
         for bucket in flat.split(self._bucket_bytes):
@@ -919,8 +1204,9 @@ class EngineWeights:
 
         model.compute_logits = divided
 
-    def tba_leave(self) -> None:
-        self._tba_receiver.close()
+    def tba_leave(self, timeout_s: float) -> bool:
+        """`Receiver.close`."""
+        return self._tba_receiver.close(timeout_s)
 
 
 def _record_old_logprobs(sampler: Any, temperature: float) -> None:
@@ -966,7 +1252,7 @@ def _die_with(owner_pid: int) -> None:
 
     def watch() -> None:
         core_pid = os.getppid()
-        while os.getppid() == core_pid and _alive(owner_pid):
+        while os.getppid() == core_pid and process_is_alive(owner_pid):
             time.sleep(1.0)
         if os.getppid() == core_pid and core_pid not in (0, 1, owner_pid):
             os.kill(core_pid, signal.SIGKILL)
@@ -975,7 +1261,7 @@ def _die_with(owner_pid: int) -> None:
     threading.Thread(target=watch, name="owner", daemon=True).start()
 
 
-def _alive(pid: int) -> bool:
+def process_is_alive(pid: int) -> bool:
     """True while the process exists and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:

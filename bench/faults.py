@@ -475,7 +475,7 @@ def _engine_fault(place: Place, harm: Callable[[psutil.Process], None]) -> int:
         step = last_step(place.run)
         harm(job.engines()[0])
         begun = time.monotonic()
-        job.wait_for("engine.*started anew", timeout_s=100)
+        job.wait_for("the engine is back", timeout_s=100)
         place.seconds["engine back"] = time.monotonic() - begun
         job.wait_for_step(place.run, max(last_step(place.run), step) + 50)
         (place.run / "stop").touch()

@@ -250,6 +250,12 @@ MISTAKES = [
         2,
         ["rewards.time_limit_s=60", "less than cluster.timeout_s=60"],
     ),
+    (["engine.hang_timeout_s=0"], 2, ["engine.hang_timeout_s=0", "positive"]),
+    (
+        ["engine.hang_timeout_s=60", "cluster.timeout_s=60"],
+        2,
+        ["engine.hang_timeout_s=60", "less than cluster.timeout_s=60"],
+    ),
     (
         ["task.long_prompts=cut"],
         2,

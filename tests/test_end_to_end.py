@@ -393,18 +393,6 @@ def test_a_killed_searcher_takes_its_engine_along(tmp_path, random_model):
     assert job.all_gone(everyone, timeout_s=60) != 0
 
 
-@pytest.mark.vllm
-def test_a_killed_engine_ends_the_job_with_the_reason(tmp_path, random_model):
-    pytest.importorskip("vllm")
-    job = Job(tmp_path, 2, *endless(tmp_path, random_model, "vllm"))
-    job.wait_for(r"step \d+/100000", timeout_s=180)
-    everyone = [psutil.Process(job.process.pid), *job.processes()]
-    engines = [p for p in everyone if "EngineCore" in " ".join(p.cmdline())]
-    engines[0].kill()
-    assert job.all_gone(everyone, timeout_s=90) != 0
-    assert job.log.read_text().count("the job ends:") == 1
-
-
 def test_interrupt_ends_all_ranks_with_the_reason_once(tmp_path, random_model):
     job = Job(tmp_path, 3, *endless(tmp_path, random_model, "hf"))
     job.wait_for(r"step \d+/100000")

@@ -85,8 +85,8 @@ def test_documented_names():
     for name in ("reward/", "reward/a/b", "time/trainer_waiting__x", "policy/kl", "mean"):
         assert not is_documented(name), name
     prefixes = (
-        *("reward", "loss", "policy", "buffer", "staleness", "faults"),
-        *("time", "memory", "weights", "eval"),
+        *("reward", "loss", "policy", "buffer", "staleness"),
+        *("time", "memory", "weights", "faults", "eval"),
     )
     for name, description in METRICS.items():
         assert name.split("/")[0] in prefixes and name.count("/") == 1

@@ -35,7 +35,7 @@ from engine import (
     engine_port,
 )
 from model import load_policy, response_logprobs
-from weights import Publisher, WeightUpdate, _alive
+from weights import Publisher, WeightUpdate, process_is_alive
 
 pytestmark = [pytest.mark.vllm, needs.VLLM]
 
@@ -192,7 +192,7 @@ class Owner:
 
     def end(self) -> None:
         for pid in [self.process.pid, *(self._said or {}).get("pids", [])]:
-            if _alive(pid):
+            if process_is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self.process.stdout.close()
@@ -555,10 +555,10 @@ def test_with_a_seed_a_prompts_samples_are_its_own(rig: Rig) -> None:
 def test_an_engine_ends_with_its_owner(owner: Owner) -> None:
     """SIGKILL leaves the owner no time to end its engine."""
     pids = owner.said()["pids"]
-    assert pids and all(_alive(pid) for pid in pids)
+    assert pids and all(process_is_alive(pid) for pid in pids)
     os.kill(owner.process.pid, signal.SIGKILL)
     start = time.monotonic()
-    while any(_alive(pid) for pid in pids) and time.monotonic() - start < 20:
+    while any(process_is_alive(pid) for pid in pids) and time.monotonic() - start < 20:
         time.sleep(0.1)
     seconds = time.monotonic() - start
     print(f"engine processes gone {seconds:.1f} s after their owner")

@@ -25,7 +25,7 @@ from comm import Channel, Control, Ranks, init_world, interface_of, own_address
 from metrics import Metrics, setup_logging, write_rollouts
 from rewards import LocalScorer
 from tasks.task import Problem
-from weights import make_group
+from weights import Meeting
 
 ROOT = Path(__file__).resolve().parents[1]
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"  # a terminal's title, and all of its screen
@@ -152,7 +152,7 @@ def test_a_run_folder_shows_no_secret(tmp_path, monkeypatch):
             "seed": 0,
         }
     )
-    folder = Path(train.make_run_dir(cfg))
+    folder = Path(train.make_run_dir(cfg, None))
     for path in folder.iterdir():
         assert secret not in path.read_text() and "plain" not in path.read_text(), path
     saved = OmegaConf.load(folder / "config.yaml")
@@ -187,7 +187,7 @@ def listening(rank: int, world_size: int) -> dict:
         channel.send(0, comm.Kind.REPORT, {"round": 1})
     options = {"backend": "gloo", "timeout_s": 30}
     weights_key = comm.derived_key(control.key, "weights")
-    make_group(control.host, control.port, rank, 2, key=weights_key, **options)
+    Meeting(control.host, control.port, rank, 2, key=weights_key, **options).join()
     received = channel.receive(timeout_s=20) if rank == 0 else []
     dist.barrier()
     sockets = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
@@ -268,7 +268,7 @@ def meet(rank: int, world_size: int, keys: list[str], port: int) -> str:
     server = comm.host_store("127.0.0.1", port, timeout) if rank == 0 else None
     dist.barrier()
     try:
-        make_group("127.0.0.1", port, rank, 2, backend="gloo", timeout_s=3, key=keys[rank])
+        Meeting("127.0.0.1", port, rank, 2, backend="gloo", timeout_s=3, key=keys[rank]).join()
     except RuntimeError as error:
         return type(error).__name__
     finally:

@@ -479,7 +479,7 @@ def score_and_ship(
     """What comes of the prompts' responses when all is shipped."""
     groups = Groups()
     for key, prompt_id in enumerate(ids):
-        groups.open[key] = Group(key=key, prompt_id=prompt_id)
+        groups.open[key] = Group(key=key, prompt_id=prompt_id, sampling=sampling)
         engine.add(key, parts.prompt_tokens[prompt_id], sampling)
     while groups.open:
         generate(parts, groups)

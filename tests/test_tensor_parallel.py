@@ -27,7 +27,7 @@ from engine import (
     engine_port,
 )
 from model import load_policy, response_logprobs
-from weights import Publisher, Receiver, _alive, manifest
+from weights import Publisher, Receiver, manifest, process_is_alive
 
 CPU = torch.device("cpu")
 TP = 2
@@ -296,4 +296,4 @@ def test_two_workers_are_one_engine(tmp_path: Path, tied: bool) -> None:
         engine.close()
     finally:
         engine.kill()
-    wait_until(lambda: not any(_alive(pid) for pid in pids))
+    wait_until(lambda: not any(process_is_alive(pid) for pid in pids))

@@ -575,7 +575,7 @@ def rank_killed(rank: int, size: int, victim: int, closing: bool) -> tuple[str, 
 
 
 def wait_until_dead(pid: int) -> None:
-    while weights._alive(pid):
+    while weights.process_is_alive(pid):
         time.sleep(0.02)
 
 
@@ -705,6 +705,6 @@ def test_meeting_over_a_store_takes_any_timeout() -> None:
     """A store's client only needs the host's port; a wrong one is an error in time."""
     start = time.monotonic()
     with pytest.raises((RuntimeError, dist.DistError)):
-        weights.make_group("127.0.0.1", 1, 1, 2, backend="gloo", timeout_s=1.0)
+        weights.Meeting("127.0.0.1", 1, 1, 2, backend="gloo", timeout_s=1.0)
     assert time.monotonic() - start < 10
     assert weights.FOREVER > timedelta(days=365)
