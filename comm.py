@@ -53,6 +53,8 @@ _TAG_HEADER, _TAG_PAYLOAD = 1, 2
 STOP_CODE = 75  # exit code of a job that stopped when told to, and can be resumed (EX_TEMPFAIL)
 STOP_GRACE_S = 25.0  # for the trainers to save everything; torchrun kills after 30 s
 _STORE_WAIT_S = 5.0  # for the control store, while the job ends
+_MISSED_S = 2.0  # without a heartbeat, of a rank to which a connection has broken
+_BROKEN_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "lost a searcher")
 _CLEANUP_S = 30.0  # for all clean-ups of a process that is ended by force
 
 
@@ -534,7 +536,7 @@ class Control:
         """
         if not self._begin_end():
             return
-        line = f"{self.ranks.name()} (rank {self.ranks.rank}): {reason}"
+        line = f"{self.ranks.name()} (rank {self.ranks.rank}): {self._lost_rank(reason)}{reason}"
         if self._post(line):
             if detail:
                 logger.error("%s", detail)
@@ -551,6 +553,21 @@ class Control:
             if self.ranks.rank == 0:  # the store must outlive every other rank's thread
                 others = [f"closed/{rank}" for rank in range(1, self.ranks.world_size)]
                 self._store.wait(others, timedelta(seconds=self.heartbeat_timeout_s))
+
+    def _lost_rank(self, reason: str) -> str:
+        """The rank that is behind a broken connection, as far as rank 0 can tell; else nothing.
+
+        Waits for the heartbeat of one that has just died to be missed.
+        """
+        lost = any(words in reason for words in _BROKEN_CONNECTION)
+        if self.ranks.rank != 0 or not lost or threading.current_thread() in self._threads:
+            return ""
+        for _ in range(math.ceil(2 * _MISSED_S / self._period_s)):
+            silent = [rank for rank, (_, s) in self._seen.items() if s >= _MISSED_S]
+            if silent:
+                return f"lost {self.ranks.name(silent[0])} (rank {silent[0]}): "
+            time.sleep(self._period_s)
+        return ""
 
     def _begin_end(self) -> bool:
         """Whether the caller is the one to end this process; other threads wait for that here."""

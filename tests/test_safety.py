@@ -269,7 +269,7 @@ def meet(rank: int, world_size: int, keys: list[str], port: int) -> str:
     dist.barrier()
     try:
         Meeting("127.0.0.1", port, rank, 2, backend="gloo", timeout_s=3, key=keys[rank]).join()
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         return type(error).__name__
     finally:
         dist.barrier()
