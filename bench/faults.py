@@ -315,7 +315,7 @@ def searcher_killed(place: Place) -> int:
     return lost(place, before)
 
 
-@fault("the same")
+@fault("the same", slow=True)
 def trainer_killed(place: Place) -> int:
     with place.job(2) as job:
         job.wait_for_checkpoint(place.run)
@@ -551,7 +551,7 @@ def _damaged(place: Place, damage: Callable[[Path], None], *words: str) -> int:
     return len(before - stored(folder / f"step-{older + 10}"))
 
 
-@fault("it is passed over by name, and the previous one is used")
+@fault("it is passed over by name, and the previous one is used", slow=True)
 def checkpoint_truncated(place: Place) -> int:
     def damage(folder: Path) -> None:
         os.truncate(folder / "model.safetensors", 1000)
@@ -693,12 +693,16 @@ def _reward_fault(place: Place, how: str, status: str) -> int:
     return 0
 
 
-@fault("the response costs `rewards.penalty` after `rewards.time_limit_s`, and is counted")
+@fault(
+    "the response costs `rewards.penalty` after `rewards.time_limit_s`, and is counted", slow=True
+)
 def reward_hangs(place: Place) -> int:
     return _reward_fault(place, "hang", "timeout")
 
 
-@fault("its worker is started again; the response costs `rewards.penalty`, and is counted")
+@fault(
+    "its worker is started again; the response costs `rewards.penalty`, and is counted", slow=True
+)
 def reward_crashes(place: Place) -> int:
     return _reward_fault(place, "crash", "crash")
 

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from needs import VLLM
 
@@ -137,3 +138,20 @@ def test_saved_trajectories_outlive_what_is_not_in_a_checkpoint(place: Place) ->
     assert len(after) > len(before)
     for old, new in zip(before, after, strict=False):
         assert old.response_tokens.tolist() == new.response_tokens.tolist()
+
+
+@pytest.mark.slow
+def test_memory_of_a_long_run_is_flat(place: Place) -> None:
+    """Once the buffer is full; and no thread, no open file more."""
+    with place.job(2, "buffer.max_tokens=5000", "checkpoint.every=50") as job:
+        ranks = [psutil.Process(process.pid) for process in job.processes]
+        held = []
+        for step in (300, 600, 900):
+            job.wait_for_step(place.run, step, timeout_s=200)
+            held.append([(p.memory_full_info().uss, p.num_fds()) for p in ranks])
+        (place.run / "stop").touch()
+        assert job.end() == [75, 75], job.output()
+    for rank in (0, 1):
+        growth = held[2][rank][0] - held[1][rank][0]
+        assert growth < 8e6, f"rank {rank}: {held}"  # bytes in 300 steps
+        assert abs(held[2][rank][1] - held[1][rank][1]) <= 4  # a checkpoint may be under way
