@@ -385,9 +385,14 @@ def restarted_by_torchrun(place: Place) -> int:
         except subprocess.TimeoutExpired:
             raise Hang(log.read_text()) from None
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(agent.pid, signal.SIGKILL)
+        everyone = []
+        with suppress(psutil.NoSuchProcess):
+            everyone = psutil.Process(agent.pid).children(recursive=True)
+        agent.kill()
         agent.wait()
+        for one in everyone:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
     assert "going on from" in log.read_text()
     return lost(place, before)
 
