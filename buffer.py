@@ -278,6 +278,11 @@ class Buffer:
             ValueError: a record breaks its own rules, or its prompt's tokens differ from those
                 stored for its prompt_id. Those before it in ``trajectories`` are stored.
         """
+        self._add_all(trajectories)
+
+    def _add_all(self, trajectories: Iterable[Trajectory]) -> list[int]:
+        """``add``; gives the arrival number of each, or -1 if it was not stored."""
+        numbers: list[int] = []
         source = iter(trajectories)
         while chunk := list(islice(source, FLUSH_ROWS)):
             if self._store.should_compact():
@@ -287,9 +292,12 @@ class Buffer:
                 for trajectory in chunk:
                     if not checked:
                         check(trajectory)
+                    number = self._next_arrival
                     self._add(trajectory)
+                    numbers.append(number if self._next_arrival > number else -1)
             finally:
                 self._store.flush()
+        return numbers
 
     def expire(self, version: int) -> None:
         """Remove what is more than ``max_staleness`` older than a version of the weights.
@@ -716,7 +724,7 @@ class Buffer:
         self._shrink_to_bounds()
 
     def load_shares(self, states: Sequence[dict[str, Any]], mine: Callable[[int], bool]) -> None:
-        """Fill an empty buffer from the saved states of several others, which had other prompts.
+        """Replace the contents by those of the saved states of others, which had other prompts.
 
         What was in their recency windows comes last, and is in this one's; counts of uses are kept,
         the order in which prompts are drawn and all other counters begin anew.
@@ -728,7 +736,10 @@ class Buffer:
         Raises:
             ValueError: a state is incomplete or contradicts itself.
         """
-        assert self._next_arrival == 0, "the buffer is not empty"
+        empty = Buffer(max_tokens=1, deduplicate=False, recency_prob=0.0, rule=uniform, seed=0)
+        nothing = empty.state_dict()
+        nothing["meta"]["rng"] = self._rng.bit_generator.state
+        self.load_state_dict(nothing)
         items: list[tuple[bool, int, int, Trajectory, int]] = []
         for source, state in enumerate(states):
             other = Buffer(
@@ -751,18 +762,15 @@ class Buffer:
             for arrival, count, t in zip(arrivals, uses, store.read(rows, prompts), strict=True):
                 items.append((arrival >= other._window_start, arrival, source, t, count))
         items.sort(key=lambda item: item[:3])
-        counts: dict[int, int] = {}  # arrival number here -> uses
-        recent = False
-        for in_window, _, _, trajectory, uses_before in items:
-            if in_window and not recent:
-                recent = True
-                self.new_window()
-            number = self._next_arrival
-            self.add([trajectory])
-            if self._next_arrival > number:
-                counts[number] = uses_before
-        stored, found = self._store.live_rows(np.array(list(counts), np.int64))
-        self._store.columns["uses"][stored] = np.array(list(counts.values()), np.int32)[found]
+        num_old = sum(not in_window for in_window, *_ in items)
+        numbers = self._add_all(t for *_, t, _ in items[:num_old])
+        if num_old < len(items):
+            self.new_window()
+        numbers += self._add_all(t for *_, t, _ in items[num_old:])
+        # -1 belongs to none; so does the number of one that has been evicted since
+        stored, found = self._store.live_rows(np.array(numbers, np.int64))
+        uses = np.array([count for *_, count in items], np.int32)
+        self._store.columns["uses"][stored] = uses[found]
 
     def _load_prompts(self, arrays: dict[str, np.ndarray], store: Store) -> dict[int, _Prompt]:
         prompts: dict[int, _Prompt] = {}

@@ -21,6 +21,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -256,10 +257,13 @@ class Checkpointer:
         begun = time.monotonic()
         beside = self._folder / f".step-{snapshot.step}.{self._count}.partial"
         try:
+            if self._rank == 0:  # another trainer may have gone on writing one that has failed
+                _remove_partial(self._folder, but=beside)
             (beside / STATE_FOLDER).mkdir(parents=True, exist_ok=True)
             own = _write_state(beside, snapshot, self._rank)
             if self._rank != 0:
                 self._tell("written", own)
+                self.failures = 0
                 return
             assert snapshot.policy is not None
             state = {"step": snapshot.step, "held_out": held_out.get(snapshot.step)}
@@ -272,7 +276,7 @@ class Checkpointer:
                 log_z_head=snapshot.log_z_head,
             )
             self._finish(beside, snapshot.step, own)
-            prune(self._folder, self._cfg, held_out, due)
+            prune(self._folder, self._cfg, snapshot.step, held_out, due)
             self.failures = 0
             self.last_s = time.monotonic() - begun
         except Exception as error:  # safetensors raises its own kind where the disk is full
@@ -307,6 +311,7 @@ class Checkpointer:
             "about": self._about,
             "files": files,
         }
+        manifest["digest"] = _digest(manifest)
         with (beside / MANIFEST).open("w") as file:
             file.write(json.dumps(manifest, indent=1) + "\n")
             file.flush()
@@ -335,9 +340,17 @@ def _describe(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "blake2b": digest}
 
 
-def _remove_partial(folder: Path) -> None:
-    """What a process that died has left."""
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """Of all that a manifest says, to be kept with it."""
+    text = json.dumps(manifest, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _remove_partial(folder: Path, but: Path | None = None) -> None:
+    """What a process that died has left; `but` is being written."""
     for path in folder.glob(".step-*"):
+        if path == but:
+            continue
         if path.name.endswith(".previous") and not folder.joinpath(path.name[1:-9]).exists():
             path.rename(folder / path.name[1:-9])  # it died between two renames
         else:
@@ -347,14 +360,21 @@ def _remove_partial(folder: Path) -> None:
 def prune(
     folder: Path,
     cfg: CheckpointConfig,
+    newest_step: int,
     held_out: Mapping[int, Mapping[str, float]],
     due: set[int],
 ) -> None:
     """Removes checkpoints but the newest, the best, and those that may turn out to be it.
 
     `best` is a link to the best one: by accuracy, or by reward where there is none.
+
+    Args:
+        newest_step: of the last one that was written; later ones, which a resumed run has passed
+            over, count for nothing, and are left until they are written anew.
+        held_out: by version, figures of the held-out problems.
+        due: versions whose evaluation is under way.
     """
-    steps = sorted(steps_in(folder))
+    steps = [step for step in steps_in(folder) if step <= newest_step]
     kept = set(steps[-cfg.keep :])
     if cfg.keep_best:
         kept |= due
@@ -363,9 +383,10 @@ def prune(
             best = max(scored)[1]
             kept.add(best)
             link = folder / ".best"
-            link.unlink(missing_ok=True)
-            link.symlink_to(f"step-{best}")
-            link.rename(folder / "best")
+            with suppress(OSError):  # a file system without links
+                link.unlink(missing_ok=True)
+                link.symlink_to(f"step-{best}")
+                link.rename(folder / "best")
     for step in steps:
         if step not in kept:
             shutil.rmtree(folder / f"step-{step}", ignore_errors=True)
@@ -423,33 +444,52 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
-        files, step, version = manifest["files"], manifest["step"], manifest["format"]
-        num_trainers, about = manifest["num_trainers"], dict(manifest["about"])
-        sizes = {str(name): (int(f["bytes"]), str(f["blake2b"])) for name, f in files.items()}
+        saved, files = _read_manifest(path)
     except FileNotFoundError as error:
         raise ValueError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if version != FORMAT:
-        raise ValueError(f"{path}: format {version}, this program reads {FORMAT}")
-    if not isinstance(step, int) or not isinstance(num_trainers, int) or num_trainers < 1:
-        raise ValueError(f"{path} is damaged: step {step}, trainers {num_trainers}")
-    for name, (num_bytes, digest) in sizes.items():
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} can't be used: {error!r}") from error
+    for state in (*saved.tensors, *saved.infos):
+        if str(state.relative_to(folder)) not in files:
+            raise ValueError(f"{path} is damaged: it does not list {state.name}")
+    for name, expected in files.items():
         file = folder / name
         if ".." in Path(name).parts or Path(name).is_absolute():
             raise ValueError(f"{path} is damaged: it names {name}")
-        if not file.is_file():
-            raise ValueError(f"{file} is missing")
-        if file.stat().st_size != num_bytes:
-            raise ValueError(f"{file} has {file.stat().st_size} bytes instead of {num_bytes}")
-        if _describe(file)["blake2b"] != digest:
-            raise ValueError(f"{file} is damaged: its digest is not the manifest's")
-    saved = Checkpoint(folder=folder, step=step, num_trainers=num_trainers, about=about)
-    for state in (*saved.tensors, *saved.infos):
-        if str(state.relative_to(folder)) not in sizes:
-            raise ValueError(f"{path} is damaged: it does not list {state.name}")
+        try:
+            if not file.is_file():
+                raise ValueError(f"{file} is missing")
+            if file.stat().st_size != expected["bytes"]:
+                raise ValueError(
+                    f"{file} has {file.stat().st_size} bytes instead of {expected['bytes']}"
+                )
+            if _describe(file) != expected:
+                raise ValueError(f"{file} is damaged: its digest is not the manifest's")
+        except OSError as error:
+            raise ValueError(f"{file} can't be read: {error}") from error
     return saved
+
+
+def _read_manifest(path: Path) -> tuple[Checkpoint, dict[str, dict[str, Any]]]:
+    """What a manifest says, and its files by name; whatever is wrong with it is raised."""
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    version = manifest["format"]
+    if version != FORMAT:
+        raise ValueError(f"format {version}, this program reads {FORMAT}")
+    digest = manifest.pop("digest")
+    if digest != _digest(manifest):
+        raise ValueError("it has been changed")
+    step, num_trainers = manifest["step"], manifest["num_trainers"]
+    about, files = manifest["about"], manifest["files"]
+    if type(step) is not int or step < 0 or not isinstance(about, dict):
+        raise ValueError(f"step {step!r}, about {about!r}")
+    if type(num_trainers) is not int or not 1 <= num_trainers <= len(files):
+        raise ValueError(f"trainers {num_trainers!r}, {len(files)} files")
+    for name, file in files.items():
+        if {key: type(value) for key, value in file.items()} != {"bytes": int, "blake2b": str}:
+            raise ValueError(f"of {name} it says {file!r}")
+    saved = Checkpoint(folder=path.parent, step=step, num_trainers=num_trainers, about=about)
+    return saved, files
 
 
 def newest(folder: Path, check: Callable[[Checkpoint], None]) -> Checkpoint | None:

@@ -14,6 +14,17 @@ from typing import Any
 
 import torch
 
+PUBLISHED, EXPIRED = "published", "expired"
+# What a line must say besides its kind: integers, but `items` a list of them
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "start": ("step", "trainers", "threads", "record"),
+    "arrived": (),
+    "drawn": ("step", "items"),
+    "expired": ("step",),
+    "published": ("version",),
+    "saved": ("step",),
+}
+
 
 class EventLog:
     """One JSON object a line in `events/trainer-T.jsonl`; what is there is continued.
@@ -23,6 +34,7 @@ class EventLog:
                messages in the `.traj` file so far
     arrived    the next message of that file was stored
     drawn      `step`, `items`: arrival numbers in the buffer
+    expired    `step`: what is too stale for it was forgotten
     published  `version`
     saved      `step` of a checkpoint, with all that came before in it
     ========== ==============================================================================
@@ -30,6 +42,7 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._last: dict[str, Any] = {}
         self._file = path.open("a", encoding="utf-8")
         if self._file.tell():
             self._file.write("\n")  # ends a line that was cut; empty ones are skipped
@@ -47,6 +60,12 @@ class EventLog:
         """The groups of a step were drawn, items in their order."""
         self._write({"event": "drawn", "step": step, "items": list(items)})
 
+    def expired(self, step: int) -> None:
+        """Stale trajectories were forgotten; twice without anything between is once."""
+        event = {"event": "expired", "step": step}
+        if event != self._last:
+            self._write(event)
+
     def published(self, version: int) -> None:
         """The recency window begins anew."""
         self._write({"event": "published", "version": version})
@@ -60,6 +79,7 @@ class EventLog:
         self._file.close()
 
     def _write(self, event: dict[str, Any]) -> None:
+        self._last = event
         self._file.write(json.dumps(event) + "\n")
         self._file.flush()
 
@@ -69,9 +89,9 @@ class Step:
     """What a trainer was given before an optimizer step, and what it then drew."""
 
     step: int
-    # Numbers of messages in the `.traj` file, in order of arrival; None: a version was published,
-    # so that the recency window began anew
-    before: list[int | None] = field(default_factory=list)
+    # Numbers of messages in the `.traj` file, in order of arrival; PUBLISHED: the recency window
+    # began anew; EXPIRED: what is too stale for this step was forgotten
+    before: list[int | str] = field(default_factory=list)
     items: list[int] = field(default_factory=list)  # arrival numbers
 
 
@@ -85,8 +105,8 @@ def read_events(path: Path, trainers: int) -> tuple[list[Step], int]:
             number of trainers, at some time.
     """
     steps: list[Step] = []
-    saved: dict[int, tuple[int, list[int | None]]] = {}  # step -> steps done, `before` since
-    before: list[int | None] = []
+    saved: dict[int, tuple[int, list[int | str]]] = {}  # step -> steps done, `before` since
+    before: list[int | str] = []
     record, threads = 0, 1
     for event in _read(path):
         kind = event["event"]
@@ -104,11 +124,12 @@ def read_events(path: Path, trainers: int) -> tuple[list[Step], int]:
                 )
             done, since = saved[first] if first else (0, [])
             steps, before = steps[:done], list(since)
+            saved = {step: there for step, there in saved.items() if step <= first}
         elif kind == "arrived":
             before.append(record)
             record += 1
-        elif kind == "published":
-            before.append(None)
+        elif kind in (PUBLISHED, EXPIRED):
+            before.append(kind)
         elif kind == "drawn":
             steps.append(Step(step=event["step"], before=before, items=event["items"]))
             before = []
@@ -120,7 +141,7 @@ def read_events(path: Path, trainers: int) -> tuple[list[Step], int]:
 def _read(path: Path) -> list[dict[str, Any]]:
     """The events; a line that a dying process has cut is left out."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise ValueError(
             f"{path} can't be read ({error.strerror}): only a run with "
@@ -131,11 +152,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
-        try:
-            event = json.loads(line)
-            assert event["event"] in ("start", "arrived", "drawn", "published", "saved")
-        except (ValueError, KeyError, TypeError, AssertionError):
-            event = None
+        event = _parse(line)
         if cut and (event is None or event["event"] != "start"):
             raise ValueError(f"{path}, line {cut}: not an event, although others follow")
         if event is None:
@@ -144,3 +161,15 @@ def _read(path: Path) -> list[dict[str, Any]]:
             cut = 0
             events.append(event)
     return events
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    """The event of a line; None if it is not one."""
+    try:
+        event = json.loads(line)
+        numbers = [event[name] for name in _FIELDS[event["event"]] if name != "items"]
+        if event["event"] == "drawn":
+            numbers += event["items"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return event if all(type(n) is int and n >= 0 for n in numbers) else None

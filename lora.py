@@ -8,6 +8,7 @@ one layer's from the two, and leaves the model as it is.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,17 +130,23 @@ def load_adapter(folder: Path, model: torch.nn.Module) -> None:
     """Puts the adapters of `save_adapter` into a model that has such adapters, not yet sharded.
 
     Raises:
-        ValueError: they are those of other layers, or of another rank.
+        ValueError: they are those of other layers, of another rank, or scaled otherwise.
     """
     path = folder / "adapter_model.safetensors"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: the policy was trained without adapters")
-    saved = load_file(path)
-    for name, matrix in adapter_weights(model):
-        values = saved.get(name)
-        if values is None or values.shape != matrix.shape:
-            raise ValueError(f"{path}: {name} is missing or has another shape than trainer.lora's")
-        matrix.copy_(values)
+    saved, mine = load_file(path), dict(adapter_weights(model))
+    if saved.keys() != mine.keys():
+        name = min(saved.keys() ^ mine.keys())
+        raise ValueError(f"{path}: {name} is only in one of it and trainer.lora.targets")
+    options: Any = model.peft_config  # peft's own attribute of a model
+    alpha = json.loads((folder / "adapter_config.json").read_text())["lora_alpha"]
+    if alpha != options[_ADAPTER].lora_alpha:
+        raise ValueError(f"{path} was trained with trainer.lora.alpha={alpha}")
+    for name, matrix in mine.items():
+        if saved[name].shape != matrix.shape:
+            raise ValueError(f"{path}: {name} has another shape than trainer.lora.rank's")
+        matrix.copy_(saved[name])
 
 
 def save_adapter(folder: Path, model: PreTrainedModel, weights: dict[str, Tensor]) -> None:

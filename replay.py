@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from events import read_events
+from events import EXPIRED, PUBLISHED, read_events
 from metrics import read_metrics, write_summary
 from offline import read_messages
 from trainer import (
@@ -47,16 +47,17 @@ def replay(cfg: TrainerConfig, parts: TrainerParts, folder: Path) -> None:
     parts.totals.training_started = time.monotonic()
     for recorded in steps[: cfg.steps]:
         step, started = recorded.step, time.monotonic()
-        for number in recorded.before:
-            if number is None:
+        for event in recorded.before:
+            if event == PUBLISHED:
                 parts.buffer.new_window()
-            elif number < len(messages):
-                parts.buffer.add(messages[number])
+            elif event == EXPIRED:
+                parts.buffer.expire(step)
+            elif isinstance(event, int) and event < len(messages):
+                parts.buffer.add(messages[event])
             else:
-                raise ValueError(f"{folder}: message {number} is missing from its .traj file")
+                raise ValueError(f"{folder}: message {event} is missing from its .traj file")
         if cfg.reference_reset_every and step and step % cfg.reference_reset_every == 0:
             reset_reference(parts, version=step)
-        parts.buffer.expire(step)
         groups = draw(cfg, parts, cfg.batch_size // cfg.responses_per_prompt, step)
         if [item for group in groups for item in group.items] != recorded.items:
             raise RuntimeError(

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoint import COMPLETED, Checkpoint, PolicyState, load_log_z_head, whole_state
-from parallel import is_sharded, own_part, own_rows
+from parallel import own_part, own_rows
 from shards import rows_of
 
 if TYPE_CHECKING:
@@ -53,15 +53,17 @@ def take(parts: TrainerParts, step: int) -> Snapshot:
     lead, head = parts.ranks.rank == 0, parts.log_z_head
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, float]] = {}
-    if lead or is_sharded(parts.policy):  # else all trainers hold the same
-        for name, parameter in _trained(parts):
-            for entry, value in parts.optimizer.state.get(parameter, {}).items():
-                if _by_rows(value, parameter):
-                    tensors[f"optimizer/{entry}/{name}"] = _copy(own_part(value))
-                else:
-                    scalars.setdefault(entry, {})[name] = float(value)
-        if parts.reference is not None and parts.reference_version:
-            for name, parameter in parts.reference.named_parameters():
+    for name, parameter in _trained(parts):
+        if not (lead or _is_part(parameter)):  # all trainers hold the same
+            continue
+        for entry, value in parts.optimizer.state.get(parameter, {}).items():
+            if _by_rows(value, parameter):
+                tensors[f"optimizer/{entry}/{name}"] = _copy(own_part(value))
+            else:
+                scalars.setdefault(entry, {})[name] = float(value)
+    if parts.reference is not None and parts.reference_version:
+        for name, parameter in parts.reference.named_parameters():
+            if lead or _is_part(parameter):
                 tensors[f"reference/{name}"] = _copy(own_part(parameter))
     buffer = parts.buffer.state_dict()
     tensors |= {f"buffer/{k}": torch.from_numpy(v) for k, v in buffer["arrays"].items()}
@@ -93,33 +95,42 @@ def restore(parts: TrainerParts, saved: Checkpoint) -> None:
     Raises:
         ValueError: the checkpoint does not fit these trainers; its folder is named.
     """
+    try:
+        _restore(parts, saved)
+    except (ValueError, LookupError, TypeError, RuntimeError, OSError, SafetensorError) as error:
+        raise ValueError(f"{saved.folder} does not fit this run: {error}") from error
+
+
+def _restore(parts: TrainerParts, saved: Checkpoint) -> None:
+    """`restore`; whatever does not fit is raised."""
     rank, size = parts.ranks.rank, parts.ranks.num_trainers
     infos = [json.loads(path.read_text()) for path in saved.infos]
+    if parts.log_z_head is not None:  # making one draws from torch's generator, so it comes first
+        parts.log_z_head.load_state_dict(load_log_z_head(saved.folder).state_dict())
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in saved.tensors]
-        try:
-            _restore_rows(parts, files, infos[0])
-            states = [
-                {"arrays": _arrays(file, "buffer/"), "meta": info["buffer"]}
-                for file, info in zip(files, infos, strict=True)
-            ]
-            if len(files) == size:
-                parts.buffer.load_state_dict(states[rank])
-                _set_generators(_arrays(files[rank], "generator/"), infos[rank]["random"])
-            else:
-                parts.buffer.load_shares(states, lambda prompt_id: prompt_id % size == rank)
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise ValueError(f"{saved.folder} does not fit this run: {error}") from error
-    own = [infos[rank]["own"]] if len(infos) == size else [info["own"] for info in infos]
+        _restore_rows(parts, files, infos[0])
+        states = [
+            {"arrays": _arrays(file, "buffer/"), "meta": info["buffer"]}
+            for file, info in zip(files, infos, strict=True)
+        ]
+        if len(files) == size:
+            parts.buffer.load_state_dict(states[rank])
+            _set_generators(_arrays(files[rank], "generator/"), infos[rank]["random"])
+        else:
+            parts.buffer.load_shares(states, lambda prompt_id: prompt_id % size == rank)
     for name, counters in _OWN.items():
         for counter in counters:
-            total = sum(values[name][counter] for values in own)
+            values = [info["own"][name][counter] for info in infos]
             # rounded down: a count of one of several trainers whose number has changed
-            _set(parts, name, counter, total if len(own) == 1 else total // size)
+            value = values[rank] if len(values) == size else sum(values) // size
+            _set(parts, name, counter, value)
     for name, values in infos[0]["shared"].items():
         for counter, value in values.items():
             _set(parts, name, counter, value)
     completed = saved.completed()
+    if completed.shape != parts.arrivals.completed.shape:
+        raise ValueError(f"{completed.shape} problems instead of {parts.arrivals.completed.shape}")
     completed[np.arange(len(completed)) % size != rank] = 0
     parts.arrivals.completed = completed
     parts.arrivals.held_out = {int(v): means for v, means in infos[0]["held_out"].items()}
@@ -127,8 +138,6 @@ def restore(parts: TrainerParts, saved: Checkpoint) -> None:
     parts.reference_version = infos[0]["reference_version"]
     parts.totals.trained_before_s = infos[0]["trained_s"]
     parts.first_step = saved.step
-    if parts.log_z_head is not None:
-        parts.log_z_head.load_state_dict(load_log_z_head(saved.folder).state_dict())
 
 
 def _trained(parts: TrainerParts) -> Iterator[tuple[str, Tensor]]:
@@ -139,6 +148,11 @@ def _trained(parts: TrainerParts) -> Iterator[tuple[str, Tensor]]:
     if parts.log_z_head is not None:
         for name, parameter in parts.log_z_head.named_parameters():
             yield f"log_z_head.{name}", parameter
+
+
+def _is_part(parameter: Tensor) -> bool:
+    """Whether other trainers hold other rows of it."""
+    return own_rows(parameter) != slice(None)
 
 
 def _by_rows(value: Any, parameter: Tensor) -> bool:
@@ -159,13 +173,13 @@ def _restore_rows(parts: TrainerParts, files: list[Any], info: dict[str, Any]) -
         pieces = []
         for place, file in enumerate(owners):
             start, count = rows_of(parameter.shape[0], place, len(owners))
+            held = file.get_slice(name)
+            if held.get_shape() != [count, *parameter.shape[1:]]:
+                raise ValueError(f"{name} has another shape than the model's")
             low, high = max(first, start), min(stop, start + count)
             if low < high:
-                pieces.append(file.get_slice(name)[low - start : high - start])
-        rows = torch.cat(pieces) if pieces else own_part(parameter)[:0].cpu()
-        if rows.shape != own_part(parameter).shape:
-            raise ValueError(f"{name} has another shape than the model's")
-        return rows
+                pieces.append(held[low - start : high - start])
+        return torch.cat(pieces) if pieces else own_part(parameter)[:0].cpu()
 
     entries = {name.split("/")[1] for name in names[0] if name.startswith("optimizer/")}
     for name, parameter in _trained(parts):

@@ -490,6 +490,8 @@ def draw(cfg: TrainerConfig, parts: TrainerParts, num_prompts: int, step: int) -
     while True:
         if parts.channel is not None:  # saved trajectories do not grow older
             parts.buffer.expire(step)
+            if parts.events is not None and parts.buffer.max_staleness is not None:
+                parts.events.expired(step)
         available = of_all_trainers(parts, parts.buffer.num_drawable)
         if sum(available) >= (num_prompts if bounded else 1):
             break

@@ -19,7 +19,7 @@ import buffer as buffer_module
 import store as store_module
 from buffer import Buffer, Entries, Group, Rule, softmax_of_reward, uniform
 from prompt_choice import VARIANCE_FLOOR
-from trajectory import Trajectory
+from trajectory import Trajectory, offsets_of
 
 PROMPT = 2  # tokens of each prompt made here, unless told otherwise
 
@@ -1078,6 +1078,112 @@ def test_loaded_contents_shrink_to_smaller_bounds() -> None:
     assert contents(small) == {0: [9], 1: [7, 8, 9]} and small.num_tokens == 8
     assert small.ready(1) and not small.ready(2)
     assert [g.prompt_id for g in small.draw(2, 2)] == [1]
+
+
+def dealt(states: list[dict], size: int, **options: Any) -> list[Buffer]:
+    """Buffers of `size` trainers, filled from the states of others."""
+    buffers = [make_buffer(**options) for _ in range(size)]
+    for rank, buffer in enumerate(buffers):
+        buffer.load_shares(states, lambda prompt_id, rank=rank: prompt_id % size == rank)
+    return buffers
+
+
+def records(buffer: Buffer) -> list[tuple]:
+    """All that is stored of every response, in order of arrival."""
+    arrays = buffer.state_dict()["arrays"]
+    rows, _ = buffer._store.live_rows(arrays["arrival"])
+    prompts = [np.frombuffer(buffer._prompts[p].tokens, np.int32) for p in arrays["prompt_id"]]
+    return [
+        (
+            *(t.prompt_id, t.prompt_tokens.tobytes(), t.response_tokens.tobytes(), t.reward),
+            *(t.behavior_logprobs.tobytes(), t.old_logprobs.tobytes(), tuple(t.reward_parts)),
+            *(t.reference_logprobs.tobytes(), t.reference_version, t.truncated),
+            *(t.version_start, t.version_end, offsets_of(t).tobytes(), uses),
+        )
+        for t, uses in zip(buffer._store.read(rows, prompts), arrays["uses"].tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (3, 2), (2, 7)])
+def test_shares_hold_every_response_once_with_its_uses(before: int, after: int) -> None:
+    sources = [scenario_buffer(rank) for rank in range(before)]
+    for rank, source in enumerate(sources):
+        rng = np.random.default_rng(rank)
+        for step in range(6):
+            source.new_window()
+            source.add(
+                make(
+                    before * int(rng.integers(3)) + rank,
+                    int(rng.integers(20)),
+                    version=step,
+                    reward=float(rng.normal()),
+                    length=int(rng.integers(1, 6)),
+                )
+                for _ in range(7)
+            )
+            source.draw(3, 4)
+    want = Counter(record for source in sources for record in records(source))
+    assert max(record[-1] for record in want) > 1
+    buffers = dealt([saved(source) for source in sources], after)
+    assert Counter(record for buffer in buffers for record in records(buffer)) == want
+    for rank, buffer in enumerate(buffers):
+        assert all(prompt_id % after == rank for prompt_id in contents(buffer))
+        assert buffer.num_received == buffer.num_trajectories
+        if buffer.ready(1):
+            buffer.draw(1, 2)
+
+
+def test_what_was_recent_is_recent_in_a_share() -> None:
+    """Although another source's older responses have higher arrival numbers."""
+    first, second = make_buffer(), make_buffer()
+    first.add([make(0, token) for token in range(8)])
+    first.new_window()
+    first.add([make(0, token) for token in (20, 21)])
+    second.add([make(1, token) for token in (1, 2, 3)])
+    second.new_window()
+    second.add([make(1, token) for token in (30, 31)])
+    (together,) = dealt([saved(first), saved(second)], 1)
+    assert window(together, 0) == {20, 21} and window(together, 1) == {30, 31}
+    assert contents(together)[0] == [*range(8), 20, 21]
+    together.new_window()
+    together.add([make(0, token) for token in (40, 41)])
+    assert window(together, 0) == {40, 41}
+
+
+def test_shares_keep_to_the_bounds_of_their_owner() -> None:
+    source = make_buffer()
+    source.add([make(0, token, version=token) for token in range(10)])
+    (small,) = dealt([saved(source)], 1, capacity_per_prompt=3)
+    assert contents(small) == {0: [7, 8, 9]}
+    assert records(small) == records(source)[7:]
+    (small,) = dealt([saved(source)], 1, max_tokens=6)
+    assert contents(small) == {0: [6, 7, 8, 9]} and small.num_tokens == 6
+
+
+def test_shares_replace_what_was_there() -> None:
+    """`mode=offline` reads its data before it goes on from a checkpoint."""
+    source = make_buffer()
+    source.add([make(0, token) for token in (1, 2)])
+    buffers = [make_buffer(), make_buffer()]
+    buffers[1].add([make(0, token) for token in (1, 8, 9)] + [make(5, 3), make(5, 4)])
+    for buffer in buffers:
+        buffer.load_shares([saved(source)], lambda prompt_id: True)
+    assert contents(buffers[1]) == {0: [1, 2]} and buffers[1].num_received == 2
+    assert not buffers[1].ready(2)
+    draws = [[drawn(buffer.draw(1, 2)) for _ in range(9)] for buffer in buffers]
+    assert draws[0] == draws[1]
+
+
+def test_a_share_of_nothing_is_empty_and_a_damaged_state_is_refused() -> None:
+    source = make_buffer()
+    source.add([make(0, token) for token in (1, 2)])
+    mine, empty = dealt([saved(make_buffer()), saved(source)], 2)
+    assert contents(mine) == {0: [1, 2]}
+    assert contents(empty) == {} and not empty.ready(1)
+    state = saved(source)
+    state["arrays"]["length"] = state["arrays"]["length"] + 1
+    with pytest.raises(ValueError, match="buffer state: length"):
+        dealt([state], 1)
 
 
 @pytest.mark.parametrize(

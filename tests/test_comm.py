@@ -717,3 +717,108 @@ def test_sigterm_to_all_ends_all_quietly(tmp_path):
         codes, _ = job.ended(within_s=SECONDS)
         assert codes == [1] * 3
         assert "Traceback" not in job.output()
+
+
+# --------------------------------------------------------------------------- stopping
+
+
+def stops(ranks: Ranks, control: Control, channel: Channel) -> None:
+    """Rank 2 is told to stop; trainer 0 saves, then ends the job."""
+    control.stoppable = True
+    time.sleep(0.3)
+    assert control.stop_reason is None
+    if ranks.rank == 2:
+        control.request_stop("SIGUSR1")
+        control.request_stop("SIGTERM")  # of several requests the first counts
+    deadline = time.monotonic() + 30
+    while control.stop_reason is None:
+        assert time.monotonic() < deadline, "the request did not come"
+        time.sleep(0.02)
+    if ranks.rank == 0:
+        time.sleep(0.5)  # saving takes a while
+        control.stop(f"{control.stop_reason}: saved at step 3")
+    idle(ranks, control, channel)
+
+
+def test_a_request_of_any_rank_stops_the_job_when_all_is_saved(tmp_path):
+    with Job(tmp_path, stops, 3) as job:
+        codes, _ = job.ended(within_s=60)
+        assert codes == [comm.STOP_CODE] * 3
+        lines = job.output().splitlines()
+        assert len(lines) == 1 and "the job stops: SIGUSR1: saved at step 3" in lines[0], lines
+
+
+def is_told_too_early(ranks: Ranks, control: Control, channel: Channel) -> None:
+    """Training has not begun on any rank when rank 0 is told to stop."""
+    if ranks.rank == 0:
+        control.request_stop("SIGTERM")
+    idle(ranks, control, channel)
+
+
+def takes_too_long(ranks: Ranks, control: Control, channel: Channel) -> None:
+    """The trainers look for requests, but one of their steps takes very long."""
+    comm.STOP_GRACE_S = 0.3
+    control.stoppable = True
+    if ranks.rank == 0:
+        control.request_stop("SIGTERM")
+    idle(ranks, control, channel)
+
+
+@pytest.mark.parametrize("scenario", [is_told_too_early, takes_too_long])
+def test_where_nothing_can_be_saved_the_job_stops_nevertheless(tmp_path, scenario):
+    with Job(tmp_path, scenario, 2) as job:
+        codes, _ = job.ended(within_s=60)
+        assert codes == [comm.STOP_CODE] * 2
+        lines = job.output().splitlines()
+        assert len(lines) == 1, lines
+        assert "the job stops: SIGTERM, before anything could be saved" in lines[0]
+
+
+def a_searcher_is_told_too_early(ranks: Ranks, control: Control, channel: Channel) -> None:
+    if ranks.rank == 1:
+        control.request_stop("SIGTERM")
+    idle(ranks, control, channel)
+
+
+def test_a_rank_that_can_not_stop_the_job_leaves(tmp_path):
+    with Job(tmp_path, a_searcher_is_told_too_early, 3) as job:
+        job.wait_until_ready()
+        job.processes[1].join(timeout=SECONDS)
+        assert job.processes[1].exitcode == comm.STOP_CODE, job.output()
+
+
+def asks(ranks: Ranks, control: Control, channel: Channel) -> None:
+    folder = Path(os.environ["TEST_FOLDER"])
+    if ranks.rank == 1:
+        time.sleep(0.2)
+        control.tell("size/1", json.dumps({"bytes": "3 \u20ac"}))
+        assert control.ask("answer", 20.0) == ""
+        return
+    answer = json.loads(control.ask("size/1", 20.0))
+    begun = time.monotonic()
+    try:
+        control.ask("size/1", 0.3)  # what is told is told once
+    except TimeoutError as error:
+        answer["error"] = str(error)
+    answer["seconds"] = time.monotonic() - begun
+    (folder / "answer").write_text(json.dumps(answer))
+    control.tell("answer", "")
+
+
+def test_what_a_rank_tells_is_heard_once_by_who_asks(tmp_path):
+    with Job(tmp_path, in_folder(tmp_path, asks), 2) as job:
+        codes, _ = job.ended(within_s=60)
+        assert codes == [0, 0], job.output()
+    answer = json.loads((tmp_path / "answer").read_text())
+    assert answer["bytes"] == "3 \u20ac" and "size/1" in answer["error"]
+    assert 0.3 <= answer["seconds"] < SECONDS
+
+
+def test_an_answer_that_does_not_come_takes_the_time_limit():
+    control = Control(make_ranks(0, 1), timeout_s=0.5, heartbeat_timeout_s=60.0)
+    begun = time.monotonic()
+    control.progress("asking", 60.0)
+    with pytest.raises(TimeoutError):
+        control.ask("nothing")
+    assert 0.5 <= time.monotonic() - begun < SECONDS
+    control.close()

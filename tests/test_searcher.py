@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import time
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import digits
@@ -14,6 +17,8 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import searcher
 from comm import Kind, Ranks
@@ -34,6 +39,8 @@ from searcher import (
     SearcherParts,
     explored,
     generate,
+    own_prompts,
+    prompt_stream,
     score,
     search,
     ship,
@@ -240,6 +247,73 @@ def make_parts(path: str, engine: Any, **changes: Any) -> SearcherParts:
         **changes,
     }
     return SearcherParts(**options)
+
+
+# --------------------------------------------------------------------------- the prompts
+
+
+def prompts_of(index: int, num_searchers: int, completed: np.ndarray, seed: int = 3) -> Any:
+    """What the stream of prompts reads of a searcher's parts."""
+    ranks = Ranks(
+        rank=1 + index,
+        world_size=1 + num_searchers,
+        local_rank=0,
+        local_world_size=1,
+        num_trainers=1,
+    )
+    return SimpleNamespace(
+        ranks=ranks, problems=[None] * len(completed), completed=completed, seed=seed
+    )
+
+
+def test_every_prompt_comes_once_an_epoch_in_new_orders() -> None:
+    parts = prompts_of(1, 2, np.zeros(9, np.int64))
+    assert own_prompts(parts).tolist() == [1, 3, 5, 7]
+    epochs = list(islice(prompt_stream(parts), 40))
+    orders = [epochs[start : start + 4] for start in range(0, 40, 4)]
+    assert all(sorted(order) == [1, 3, 5, 7] for order in orders)
+    assert len(set(map(tuple, orders))) > 3
+    other_seed = prompts_of(1, 2, np.zeros(9, np.int64), seed=4)
+    assert list(islice(prompt_stream(other_seed), 40)) != epochs
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_stream_that_was_cut_gives_every_prompt_as_often_as_a_whole_one(data: Any) -> None:
+    """Cut anywhere, with prompts under way, several times, on other numbers of searchers."""
+    num_prompts = data.draw(st.integers(1, 12))
+    shipped = np.zeros(num_prompts, np.int64)
+    for _ in range(data.draw(st.integers(1, 3))):
+        num_searchers = data.draw(st.integers(1, min(num_prompts, 3)))
+        began = shipped.copy()
+        for index in range(num_searchers):
+            stream = prompt_stream(prompts_of(index, num_searchers, began))
+            for prompt_id in islice(stream, data.draw(st.integers(0, 30))):
+                under_way = data.draw(st.booleans()) and data.draw(st.booleans())
+                shipped[prompt_id] += not under_way
+    num_searchers = data.draw(st.integers(1, min(num_prompts, 3)))
+    epochs = int(shipped.max()) + 1
+    given_out: Counter[int] = Counter()
+    for index in range(num_searchers):
+        parts = prompts_of(index, num_searchers, shipped)
+        ids = own_prompts(parts)
+        missing = ids[shipped[ids] == shipped[ids].min()].tolist()
+        stream = prompt_stream(parts)
+        first = list(islice(stream, len(missing)))
+        assert sorted(first) == missing, "what the oldest epoch lacks comes first"
+        left = int((epochs - shipped[ids]).sum()) - len(first)
+        given_out.update([*first, *islice(stream, left)])
+        # and the next epoch is whole again
+        assert sorted(islice(stream, len(ids))) == ids.tolist()
+    assert [shipped[p] + given_out[p] for p in range(num_prompts)] == [epochs] * num_prompts
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 6, 17])
+def test_a_stream_of_shipped_prompts_goes_on_in_its_order(count: int) -> None:
+    whole = list(islice(prompt_stream(prompts_of(0, 2, np.zeros(9, np.int64))), 60))
+    completed = np.bincount(whole[:count], minlength=9)
+    resumed = islice(prompt_stream(prompts_of(0, 2, completed)), 60 - count)
+    assert list(resumed) == whole[count:]
 
 
 # --------------------------------------------------------------------------- the loop

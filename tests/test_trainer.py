@@ -1,32 +1,48 @@
-"""The trainer's own pieces, on a real buffer and a real policy: the reference that it owns, m."""
+"""The trainer's own pieces, on a real buffer and a real policy: its reference, m, skipped steps."""
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import json
+import resource
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from tiny import perturb
 
 import trainer
-from buffer import Buffer, uniform
+from buffer import Buffer, Group, uniform
 from comm import Kind, Message, Ranks
+from losses import LossOutput, tb_vargrad
 from model import Layout, load_policy, prepare_for_packing, response_logprobs
+from offline import read_trajectories
+from parallel import ParallelConfig, full, shard
 from schedules import linear_at
 from trainer import (
     Arrivals,
+    LRConfig,
     TrainerConfig,
     TrainerParts,
     complete_reference,
     draw,
+    memory_advice,
     receive,
     reset_reference,
     shares,
+    update_policy,
+    wait_for_round,
 )
-from trajectory import Trajectory, pack
+from trajectory import Batch, Trajectory, pack
 
 TEMPERATURE = 0.7
 
@@ -245,3 +261,219 @@ def test_shares_are_as_even_as_the_buffers_allow(total, available):
     # nobody who could take more has two less than another
     for count, limit in zip(counts, available, strict=True):
         assert count == limit or count >= max(counts) - 1
+
+
+# --------------------------------------------------------------------------- rounds
+
+
+class Round:
+    """A channel on which messages come in the order in which they are given, few at a time."""
+
+    def __init__(self, *batches: list[Message]) -> None:
+        self.left = list(batches)
+
+    def receive(self, *, timeout_s: float = 0.0) -> list[Message]:
+        assert timeout_s > 0 and self.left, "waited for more than is needed"
+        return self.left.pop(0)
+
+
+def report(source: int, version: int) -> Message:
+    values = {"round": version, "generated": 6, "generated_tokens": 24, "outcomes": {}, "cut": 0}
+    text = json.dumps(values | {"idle_fraction": 0.0, "idle_s": {}})
+    return Message(source, Kind.REPORT, np.frombuffer(text.encode(), np.uint8))
+
+
+def test_a_round_is_taken_in_by_searcher_however_it_came(tiny_llama):
+    orders, made = [], trajectories()
+    a, b, c, d = (
+        Message(source, Kind.TRAJECTORIES, pack([made[i]]))
+        for source, i in ((2, 0), (1, 1), (2, 2), (1, 3))
+    )
+    for batches in (
+        [[a, b, c], [report(2, 0)], [d, report(1, 0)]],
+        [[b, d, report(1, 0), a], [c], [report(2, 0)]],
+        [[a], [b], [report(1, -1), report(1, 0), c, report(2, -1)], [d, report(2, 0)]],
+    ):
+        parts = make_parts(tiny_llama)
+        parts.ranks = Ranks(rank=0, world_size=3, local_rank=0, local_world_size=3, num_trainers=1)
+        parts.channel = Round(*batches)
+        wait_for_round(parts, version=0)
+        assert not parts.channel.left and parts.arrivals.rounds == {1: 0, 2: 0}
+        assert parts.arrivals.completed.tolist() == [3, 1, 0, 0, 0, 0, 0, 0]
+        orders.append(parts.arrivals.rewards)
+    assert orders == [[made[i].reward for i in (1, 3, 0, 2)]] * 3
+
+
+# --------------------------------------------------------------------------- skipped steps
+
+
+def infinite_loss(batch: Batch, *, beta: float) -> LossOutput:
+    output = tb_vargrad(batch, beta=beta)
+    return LossOutput(loss=output.loss * float("inf"), metrics=output.metrics)
+
+
+def nan_loss(batch: Batch, *, beta: float) -> LossOutput:
+    output = tb_vargrad(batch, beta=beta)
+    return LossOutput(loss=output.loss + float("nan"), metrics=output.metrics)
+
+
+def nan_gradient(batch: Batch, *, beta: float) -> LossOutput:
+    """The root of 0 has no finite slope: the loss is finite, its gradient is not."""
+    output = tb_vargrad(batch, beta=beta)
+    loss = output.loss + torch.sqrt(output.loss - output.loss.detach())
+    return LossOutput(loss=loss, metrics=output.metrics)
+
+
+CFG = TrainerConfig(
+    steps=20,
+    lr=LRConfig(kind="constant", peak=1e-3, warmup_steps=0),
+    tokens_per_micro_batch=1000,
+    max_skipped_steps=2,
+)
+
+
+def trained_parts(path: str, folder: Path) -> TrainerParts:
+    """A trainer with an optimizer, alone in its world."""
+    parts = make_parts(path)
+    parts.objective = partial(tb_vargrad)
+    parts.optimizer = torch.optim.AdamW(parts.policy.parameters(), lr=1e-3, fused=True)
+    parts.run_dir = folder
+    parts.buffer.add(trajectories())
+    return parts
+
+
+def all_of(parts: TrainerParts) -> str:
+    """A digest of every bit of the policy and of the optimizer."""
+    tensors = [*parts.policy.parameters()]
+    for p in parts.policy.parameters():
+        tensors += parts.optimizer.state.get(p, {}).values()
+    digest = hashlib.blake2b()
+    for t in tensors:
+        digest.update(full(t).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("objective", [infinite_loss, nan_loss, nan_gradient])
+def test_a_step_that_is_not_finite_changes_nothing(
+    tiny_llama, tmp_path, caplog, objective: Callable[..., LossOutput]
+):
+    parts = trained_parts(tiny_llama, tmp_path)
+    groups = parts.buffer.draw(2, 3)
+    update_policy(CFG, parts, groups, 0)
+    before = all_of(parts)
+    good, parts.objective = parts.objective, objective
+    for count in (1, 2):
+        update_policy(CFG, parts, groups, count)
+        assert all_of(parts) == before
+        assert all(p.grad is None for p in parts.policy.parameters())
+        assert parts.totals.skipped_steps == parts.totals.skipped_in_a_row == count
+    assert caplog.text.count("changes nothing: its gradient is not finite") == 2
+    parts.objective = good
+    update_policy(CFG, parts, groups, 3)  # and training goes on
+    assert all_of(parts) != before
+    assert all(torch.isfinite(p).all() for p in parts.policy.parameters())
+    assert (parts.totals.skipped_steps, parts.totals.skipped_in_a_row) == (2, 0)
+    parts.objective = objective
+    update_policy(CFG, parts, groups, 4)
+    update_policy(CFG, parts, groups, 5)
+    assert not (tmp_path / "bad_batch").exists()
+    with pytest.raises(FloatingPointError, match="3 steps in a row.*trainer.max_skipped_steps"):
+        update_policy(CFG, parts, groups, 6)
+    dumped = list(read_trajectories(tmp_path / "bad_batch" / "step-6-trainer-0.traj"))
+    drawn = [t for group in groups for t in group.trajectories]
+    assert pack(dumped).tobytes() == pack(drawn).tobytes()
+
+
+def skip_on_two(rank: int, world_size: int, path: str, folder: str) -> list[Any]:
+    """A step whose loss is not finite on one of two sharded trainers; the other has no group."""
+    parts = trained_parts(path, Path(folder))
+    shard(parts.policy, dist.group.WORLD, ParallelConfig(), device=torch.device("cpu"))
+    parts.group = dist.group.WORLD
+    parts.ranks = Ranks(
+        rank=rank, world_size=2, local_rank=rank, local_world_size=2, num_trainers=2
+    )
+    parts.optimizer = torch.optim.AdamW(parts.policy.parameters(), lr=1e-3, fused=True)
+    groups = parts.buffer.draw(2, 3)
+    update_policy(CFG, parts, groups, 0)
+    before = all_of(parts)
+    mine: list[Group] = groups if rank == 0 else []
+    if rank == 0:
+        parts.objective = nan_loss
+    found: list[Any] = []
+    for step in (1, 2):
+        update_policy(CFG, parts, mine, step)
+        found.append(all_of(parts) == before)
+    found.append(parts.totals.skipped_in_a_row)
+    try:
+        update_policy(CFG, parts, mine, 3)
+    except FloatingPointError as error:
+        found.append(str(error))
+    return found
+
+
+def test_all_trainers_skip_together(tiny_llama, tmp_path):
+    for found in run_ranks(skip_on_two, 2, tiny_llama, str(tmp_path)):
+        assert found[:3] == [True, True, 2] and "3 steps in a row" in found[3]
+    counts = [
+        len(list(read_trajectories(tmp_path / "bad_batch" / f"step-3-trainer-{rank}.traj")))
+        for rank in (0, 1)
+    ]
+    assert counts == [6, 0]
+
+
+# --------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda: torch.empty(1 << 60, dtype=torch.uint8),
+        lambda: np.empty(1 << 60, np.uint8),
+    ],
+    ids=["torch", "numpy"],
+)
+def test_memory_that_is_not_there_says_what_to_change(allocate):
+    with (
+        pytest.raises(MemoryError, match="lower trainer.tokens_per_micro_batch=1000") as caught,
+        memory_advice(CFG),
+    ):
+        allocate()
+    assert caught.value.__cause__ is not None and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("memory")])
+def test_other_errors_are_as_they_were(error):
+    with pytest.raises(type(error)) as caught, memory_advice(CFG):
+        raise error
+    assert caught.value is error
+
+
+def greedy(batch: Batch, *, beta: float) -> LossOutput:
+    """As a micro-batch that is too large: more memory than the process may have."""
+    held = [torch.zeros(1 << 26, dtype=torch.uint8) for _ in range(64)]  # 4 GiB
+    return LossOutput(loss=held[0].sum() * beta, metrics={})
+
+
+def train_in_little_memory(rank: int, world_size: int, path: str, folder: str) -> str:
+    parts = trained_parts(path, Path(folder))
+    groups = parts.buffer.draw(2, 3)
+    update_policy(CFG, parts, groups, 0)
+    parts.objective = greedy
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 29), limits[1]))
+    try:
+        update_policy(CFG, parts, groups, 1)
+    except MemoryError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        gc.collect()
+    return "it fitted"
+
+
+def test_a_micro_batch_that_does_not_fit_says_what_to_change(tiny_llama, tmp_path):
+    (message,) = run_ranks(train_in_little_memory, 1, tiny_llama, str(tmp_path))
+    assert message.startswith("a micro-batch did not fit in memory")
+    assert "trainer.tokens_per_micro_batch=1000" in message
+    assert "allocate" in message.rpartition(";")[2]
