@@ -548,7 +548,7 @@ def about_task(cfg: DictConfig, task: Task) -> dict[str, Any]:
 def about_run() -> dict[str, Any]:
     """What may differ between two runs with the same results."""
     import config
-    from train import git_commit
+    from run_folder import git_commit
 
     date = datetime.now().astimezone().isoformat(timespec="seconds")
     return {"date": date, "command": config.hide_in_command(sys.argv), "commit": git_commit()}

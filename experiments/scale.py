@@ -463,7 +463,7 @@ def run_job(searchers: int, overrides: Sequence[str], runs: Path, *, timeout_s: 
     Raises:
         UserError: it failed or took too long; the message has the end of its output.
     """
-    from train import git_commit
+    from run_folder import git_commit
 
     cores = sorted(os.sched_getaffinity(0))[:CORES]
     what = json.dumps([searchers, len(cores), git_commit(), *overrides])

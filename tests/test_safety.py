@@ -135,7 +135,6 @@ def test_a_secret_is_known_by_its_form(text, shown):
 
 
 def test_a_run_folder_shows_no_secret(tmp_path, monkeypatch):
-    import train
 
     secret = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz12345678"
     monkeypatch.setattr(
@@ -152,7 +151,7 @@ def test_a_run_folder_shows_no_secret(tmp_path, monkeypatch):
             "seed": 0,
         }
     )
-    folder = Path(train.make_run_dir(cfg, None))
+    folder = Path(run_folder.make_run_dir(cfg, None))
     for path in folder.iterdir():
         assert secret not in path.read_text() and "plain" not in path.read_text(), path
     saved = OmegaConf.load(folder / "config.yaml")

@@ -1,0 +1,188 @@
+"""Where a run is, and what it goes on from: its folder, what it says of itself, its checkpoint.
+
+Trainer 0 decides (`open_run`), once the model and the data are known, and tells the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+
+import config
+import model as modeling
+from checkpoint import Checkpoint, newest, read_checkpoint
+from comm import Control, broadcast_text
+
+if TYPE_CHECKING:
+    from train import Setup
+
+logger = logging.getLogger("tba")
+
+
+def open_run(setup: Setup) -> bool:
+    """Decides on trainer 0 where the run is and what it goes on from; sets both in `setup`.
+
+    Returns:
+        False: the run that was to be resumed has ended already.
+
+    Raises:
+        UserError: a folder that can't be used, or a checkpoint that does not fit.
+    """
+    answer: dict[str, Any] = {}
+    if setup.ranks.rank == 0:
+        saved = find_checkpoint(setup)
+        folder = make_run_dir(setup.cfg, saved)
+        answer = {"folder": str(folder), "saved": None if saved is None else str(saved.folder)}
+        answer["ended"] = saved is not None and saved.step >= setup.cfg.trainer.steps
+        answer["ended"] &= (folder / "summary.json").exists()
+        if saved is not None:
+            answer |= {"step": saved.step, "num_trainers": saved.num_trainers}
+            answer["about"] = dict(saved.about)
+    answer = json.loads(broadcast_text(json.dumps(answer)))
+    setup.run_dir = Path(answer["folder"])
+    if answer["saved"] is not None:
+        setup.saved = Checkpoint(
+            folder=Path(answer["saved"]),
+            step=answer["step"],
+            num_trainers=answer["num_trainers"],
+            about=answer["about"],
+        )
+    if setup.ranks.rank == 0:
+        logger.info("run folder: %s", setup.run_dir)
+        if answer["ended"]:
+            logger.info("the run has ended already, at step %d", answer["step"])
+        elif setup.saved is not None:
+            logger.info("going on from %s", setup.saved.folder)
+    return not answer["ended"]
+
+
+def heed_stop_file(setup: Setup, control: Control) -> None:
+    """What a stop file means that is there before training begins.
+
+    A job that was started by hand, or by Slurm, removes what stopped the one before. One that
+    torchrun started again, because that one did not exit with 0, stops too.
+    """
+    path = Path(setup.cfg.run.stop_file or setup.run_dir / "stop")
+    if not path.exists():
+        return
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+        control.stop(f"{path} is there")
+    path.unlink()
+
+
+def find_checkpoint(setup: Setup) -> Checkpoint | None:
+    """What `resume` says to go on from, found whole and fitting; None: nothing.
+
+    Raises:
+        UserError: there is no such checkpoint, or none that can be used.
+    """
+    cfg = setup.cfg
+
+    def check(saved: Checkpoint) -> None:
+        mine = description(setup)
+        for key, what in (
+            ("model", "another model (model.*)"),
+            ("prompts", "other training problems (task.*, model.tokenizer, seed)"),
+            ("trained", "another set of trained weights (trainer.lora.*, trainer.log_z_lr)"),
+        ):
+            if saved.about.get(key) != mine[key]:
+                raise ValueError(
+                    f"{saved.folder} is of {what}: {saved.about.get(key)}, not {mine[key]}"
+                )
+
+    if cfg.resume == "none":
+        return None
+    folder = Path(cfg.run.root) / cfg.run.name if cfg.resume == "auto" else Path(cfg.resume)
+    try:
+        if cfg.resume == "auto" or (folder / "checkpoints").is_dir():
+            found = newest(folder / "checkpoints", check)
+        else:
+            found = read_checkpoint(folder)
+            check(found)
+    except ValueError as error:
+        raise config.UserError(f"resume={cfg.resume}: {error}") from error
+    if cfg.resume != "auto":
+        if found is None:
+            raise config.UserError(f"resume={cfg.resume}: no checkpoint in {folder}/checkpoints")
+        if found.step >= cfg.trainer.steps:
+            raise config.UserError(
+                f"resume={cfg.resume}: {found.folder} has {found.step} steps already: raise "
+                f"trainer.steps={cfg.trainer.steps}"
+            )
+    return found
+
+
+def description(setup: Setup) -> dict[str, Any]:
+    """What a checkpoint says of its run; one that resumes it must be the same."""
+    cfg = setup.cfg
+    digest = hashlib.blake2b(digest_size=8)
+    for tokens in setup.prompt_tokens:
+        digest.update(tokens.tobytes() + b"|")
+    lora = cfg.trainer.lora.rank
+    return {
+        "model": modeling.architecture(setup.path, trust_remote_code=cfg.model.trust_remote_code),
+        "prompts": f"{len(setup.prompt_tokens)} prompts, {digest.hexdigest()}",
+        "trained": {"lora_rank": lora, "log_z_head": cfg.trainer.log_z_lr is not None},
+        "responses_per_prompt": cfg.searcher.responses_per_prompt,
+        "mode": cfg.mode,
+    }
+
+
+def make_run_dir(cfg: DictConfig, saved: Checkpoint | None) -> Path:
+    """Creates the run folder and saves the resolved config, the command and the git commit.
+
+    With `resume=auto` a run goes on in the folder that it has; what an earlier start has written
+    there is kept beside, with a number.
+
+    Args:
+        saved: what the run goes on from.
+    """
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    loss = str(cfg.loss._target_).rpartition(".")[2]
+    task = re.sub(r"\W", "", str(cfg.task._target_).rpartition(".")[2]).lower()
+    name = cfg.run.name or f"{stamp}-{task}-{cfg.model.name}-{loss}-{cfg.mode}-seed{cfg.seed}"
+    folder = Path(cfg.run.root) / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and cfg.resume != "auto":
+            raise config.UserError(
+                f"run.name={name!r}: {folder} holds a run already; choose another name, or go on "
+                "with it by resume=auto"
+            )
+        starts = len(list(folder.glob("origin*.json")))
+        for path in (folder / "config.yaml", folder / "origin.json"):
+            if path.exists():
+                path.rename(path.with_name(f"{path.stem}.{starts}{path.suffix}"))
+        shown = OmegaConf.create(config.hide_secrets(OmegaConf.to_container(cfg, resolve=True)))
+        OmegaConf.save(shown, folder / "config.yaml")
+        origin = {
+            "command": config.hide_in_command(sys.argv),
+            "commit": git_commit(),
+            "world_size": dist.get_world_size(),
+            "resumed_from": None if saved is None else str(saved.folder),
+        }
+        (folder / "origin.json").write_text(json.dumps(origin, indent=2) + "\n")
+    except OSError as error:
+        raise config.UserError(f"run.root={cfg.run.root!r} can't be written: {error}") from error
+    return folder
+
+
+def git_commit() -> str | None:
+    """The commit of this code, if it lies in a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
