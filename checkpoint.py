@@ -117,15 +117,18 @@ def write_policy(
 
 
 def _rename(beside: Path, folder: Path) -> None:
-    """Puts a whole folder in its place; what was there before goes last."""
-    if not folder.exists():
-        beside.rename(folder)
-        return
+    """Puts a whole folder in its place, on the disk too; what was there before goes last."""
     previous = folder.with_name(f".{folder.name}.previous")
     shutil.rmtree(previous, ignore_errors=True)
-    folder.rename(previous)
+    if folder.exists():
+        folder.rename(previous)
     beside.rename(folder)
-    shutil.rmtree(previous)
+    parent = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from ranks import free_port, run_ranks
 
 import comm
 import config
+import run_folder
 from comm import Channel, Control, Ranks, init_world, interface_of, own_address
 from metrics import Metrics, setup_logging, write_rollouts
 from rewards import LocalScorer
@@ -135,7 +136,6 @@ def test_a_secret_is_known_by_its_form(text, shown):
 
 
 def test_a_run_folder_shows_no_secret(tmp_path, monkeypatch):
-
     secret = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz12345678"
     monkeypatch.setattr(
         "sys.argv", ["train.py", f"+task.hf_token={secret}", f"model.path={secret}"]
