@@ -404,7 +404,7 @@ def test_more_or_less_than_was_signed_is_refused(copy) -> None:
 
 
 FUZZ = settings(
-    max_examples=150,
+    max_examples=80,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -764,7 +764,9 @@ def takes_too_long(ranks: Ranks, control: Control, channel: Channel) -> None:
     idle(ranks, control, channel)
 
 
-@pytest.mark.parametrize("scenario", [is_told_too_early, takes_too_long])
+@pytest.mark.parametrize(
+    "scenario", [is_told_too_early, pytest.param(takes_too_long, marks=pytest.mark.slow)]
+)
 def test_where_nothing_can_be_saved_the_job_stops_nevertheless(tmp_path, scenario):
     with Job(tmp_path, scenario, 2) as job:
         codes, _ = job.ended(within_s=60)

@@ -167,7 +167,7 @@ def test_other_trainers_and_other_runs_are_refused(tmp_path) -> None:
 
 
 @settings(
-    max_examples=150,
+    max_examples=80,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
