@@ -78,6 +78,7 @@ from engine import (
 from events import EventLog
 from gradient import make_batch, step_stats
 from lora import add_adapters, load_adapter
+from meeting import count_restart
 from metrics import IdleClock, Metrics, escape_control, setup_logging
 from offline import TrajectoryWriter
 from parallel import ParallelConfig, any_rank, shard
@@ -90,7 +91,7 @@ from shards import make_gathering_group
 from tasks.task import Problem, Task, fit_prompts, reward_range
 from trainer import Arrivals, Evaluator, TrainerParts, beta_schedule, train
 from trajectory import Trajectory
-from weights import Publisher, count_restart
+from weights import Publisher
 
 NUM_PROBES = 4  # prompts whose log-probs engine and trainer compare
 

@@ -23,10 +23,10 @@ import comm
 import config
 import run_folder
 from comm import Channel, Control, Ranks, init_world, interface_of, own_address
+from meeting import Meeting
 from metrics import Metrics, setup_logging, write_rollouts
 from rewards import LocalScorer
 from tasks.task import Problem
-from weights import Meeting
 
 ROOT = Path(__file__).resolve().parents[1]
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"  # a terminal's title, and all of its screen

@@ -20,7 +20,8 @@ from test_shards import Loaded, Model, fill, make_groups, sharded
 from test_weights import CPU, meet, wait_until_dead
 
 import weights
-from weights import Meeting, Receiver, count_restart, manifest
+from meeting import Meeting, count_restart
+from weights import Receiver, manifest
 
 PINNED = 3
 KEPT: list[dist.Store | None] = []
