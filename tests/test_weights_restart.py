@@ -248,7 +248,7 @@ def rank_nobody_comes(rank: int, size: int) -> tuple[str, float] | None:
         os.kill(os.getpid(), signal.SIGKILL)
     begun = time.monotonic()
     meeting = Meeting(
-        "127.0.0.1", port, rank, size, backend="gloo", timeout_s=1.0, restart_timeout_s=1.0
+        "127.0.0.1", port, rank, size, backend="gloo", timeout_s=5.0, restart_timeout_s=1.0
     )
     group = meeting.join()
     if rank == 0:
@@ -269,4 +269,4 @@ def test_a_member_that_does_not_come_back_is_named_in_time() -> None:
     for result in run_ranks(rank_nobody_comes, 3, may_die=[2])[:2]:
         error, waited_s = result
         assert "ranks [2] of the weights' group" in error
-        assert 1.0 <= waited_s < 10
+        assert 1.0 <= waited_s < 30
