@@ -55,7 +55,7 @@ class Fault:
     promise: str  # what the user is promised, for the README
     inject: Callable[[Place], int]  # trajectories lost; AssertionError: the promise is broken
     slow: bool  # left out of the default tests
-    needs: str  # "vllm" | "root" | ""
+    needs: str  # "vllm" | "root" | "mount" | ""
 
 
 FAULTS: dict[str, Fault] = {}
@@ -606,7 +606,7 @@ def _smaller_model(model: Path, folder: Path) -> None:
 
 @fault(
     "the run goes on without that checkpoint; it ends after `checkpoint.max_failures` in a row",
-    needs="root",
+    needs="mount",
 )
 def disk_full(place: Place) -> int:
     disk = place.folder / "disk"
@@ -875,9 +875,17 @@ def make_model(folder: Path) -> str:
 
 def can_have(needs: str) -> bool:
     """Whether this machine has what a fault needs."""
+    if needs == "vllm":
+        return importlib.util.find_spec("vllm") is not None
     if needs == "root":
         return os.geteuid() == 0
-    return needs != "vllm" or importlib.util.find_spec("vllm") is not None
+    if needs == "mount":
+        with tempfile.TemporaryDirectory() as folder:
+            mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder]
+            if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+                return False
+            subprocess.run(["umount", folder], check=True)
+    return True
 
 
 def main() -> None:
