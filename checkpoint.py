@@ -4,6 +4,7 @@
                           trainer.json                             step and held-out figures
                           adapter/, log_z_head.safetensors         where there are any
                           state/trainer-T.{safetensors,json}       of each trainer (state.py)
+                          state/config.yaml                        of the run
                           manifest.json                            size and digest of every file
 
 `Checkpointer` writes them in a background thread: beside, then renamed, so that a folder with a
@@ -278,6 +279,9 @@ class Checkpointer:
                 snapshot.policy,
                 log_z_head=snapshot.log_z_head,
             )
+            config = self._folder.with_name("config.yaml")
+            if config.is_file():
+                shutil.copyfile(config, beside / STATE_FOLDER / config.name)
             self._finish(beside, snapshot.step, own)
             prune(self._folder, self._cfg, snapshot.step, held_out, due)
             self.failures = 0
