@@ -442,7 +442,7 @@ def sigusr1_to_a_searcher(place: Place) -> int:
     return _stopped(place, lambda job: job.signal(1, signal.SIGUSR1))
 
 
-@fault("the same: Slurm's notice of the time limit makes `launch/` write this file")
+@fault("the same: Slurm's notice of the time limit makes `launch/` write this file", slow=True)
 def stop_file(place: Place) -> int:
     return _stopped(place, lambda job: (place.run / "stop").touch())
 

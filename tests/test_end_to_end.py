@@ -369,7 +369,7 @@ def endless(tmp_path: Path, model: str, engine: str) -> list[str]:
 @pytest.mark.parametrize(
     "victim",
     [
-        pytest.param(0, id="trainer"),
+        pytest.param(0, id="trainer", marks=pytest.mark.slow),
         pytest.param(2, id="searcher", marks=pytest.mark.slow),  # as in test_comm.py
     ],
 )
@@ -424,7 +424,11 @@ def test_a_reward_model_that_never_works_is_named_once_and_ends_all_ranks(tmp_pa
     ("overrides", "words"),
     [
         (["task=gsm8k", "task.data_dir=/nowhere"], ["task.data_dir", "/nowhere"]),
-        (["model=custom", "model.path=/nowhere"], ["model.path", "/nowhere"]),
+        pytest.param(
+            ["model=custom", "model.path=/nowhere"],
+            ["model.path", "/nowhere"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["task=digits", "task.max_response_tokens=600"],
             ["task.max_response_tokens", "512"],
@@ -450,6 +454,7 @@ def test_a_mistake_in_data_or_model_is_one_line(tmp_path, random_model, override
     assert not list(tmp_path.iterdir())  # nothing was started
 
 
+@pytest.mark.slow
 def test_an_existing_run_folder_is_refused(tmp_path, random_model):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "summary.json").write_text("{}")

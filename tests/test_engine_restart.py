@@ -57,7 +57,9 @@ class MortalEngine(RecordingEngine):
         if self.count >= self.dies_at:
             raise EngineDied("killed")
 
-    def add(self, key: int, prompt: np.ndarray, sampling: Sampling) -> None:
+    def add(
+        self, key: int, prompt: np.ndarray, sampling: Sampling, *, seed: int | None = None
+    ) -> None:
         self.asked()
         assert self.version >= 0, "prompts before weights"
         super().add(key, prompt, sampling)

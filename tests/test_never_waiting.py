@@ -57,7 +57,7 @@ def test_a_slow_searcher_delays_nobody(tmp_path, random_model):  # noqa: F811
     )
     assert summary["trainer_idle_fraction"] < LIMIT
     count = Counter(t.prompt_id % 2 for t in arrived(tmp_path))
-    assert 0 < count[1] < count[0] / 3
+    assert 0 < count[1] < count[0] / 2
     # every step's weights reached the fast one, and none older than what it had
     versions = [t.version_end for t in arrived(tmp_path) if t.prompt_id % 2 == 0]
     assert versions == sorted(versions) and len(set(versions)) > 10
@@ -67,6 +67,7 @@ def test_a_slow_searcher_delays_nobody(tmp_path, random_model):  # noqa: F811
     assert max(np.diff(sorted(set(slow))), default=99) > 1
 
 
+@pytest.mark.slow
 def test_a_trainer_ten_times_slower_than_search(tmp_path, random_model):  # noqa: F811
     """Searchers go on all the while; what no longer fits the buffer goes."""
     summary = finish(
@@ -84,7 +85,7 @@ def test_a_trainer_ten_times_slower_than_search(tmp_path, random_model):  # noqa
     assert max(metrics(tmp_path, "buffer/num_trajectories")) <= 16 * 64
 
 
-@pytest.mark.parametrize("max_reuse", [None, 1])
+@pytest.mark.parametrize("max_reuse", [pytest.param(None, marks=pytest.mark.slow), 1])
 def test_a_trainer_faster_than_search(tmp_path, random_model, max_reuse):  # noqa: F811
     """It trains on what there is again; or with a bound on that it waits, and accounts for it."""
     bound = [] if max_reuse is None else ["trainer.max_reuse=1"]

@@ -103,6 +103,7 @@ def test_a_recorded_run_is_replayed(place: Place, trainers: int) -> None:
     assert summary["largest_loss_difference"] <= 1e-6 * summary["largest_loss"]
 
 
+@pytest.mark.slow
 def test_a_run_that_can_not_be_replayed_says_why(place: Place) -> None:
     whole(place, 2, "trainer.steps=3")
     with place.job(1, "mode=replay", f"data={place.run}", "run.name=replayed") as job:
@@ -110,6 +111,7 @@ def test_a_run_that_can_not_be_replayed_says_why(place: Place) -> None:
     assert "run.save_trajectories=true" in job.output() and "Traceback" not in job.output()
 
 
+@pytest.mark.slow
 def test_a_run_of_its_own_from_a_checkpoint_of_another(place: Place) -> None:
     whole(place, 2, "trainer.steps=30", "checkpoint.every=10")
     before = keep_aside(place)
@@ -124,6 +126,7 @@ def test_a_run_of_its_own_from_a_checkpoint_of_another(place: Place) -> None:
     assert "raise trainer.steps" in job.output()
 
 
+@pytest.mark.slow
 def test_saved_trajectories_outlive_what_is_not_in_a_checkpoint(place: Place) -> None:
     """Of a run that was killed every message is in the file, and a resumed run writes on."""
     options = ["run.save_trajectories=true", "checkpoint.every=10"]

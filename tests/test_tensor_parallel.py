@@ -7,7 +7,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import needs
@@ -156,6 +158,7 @@ def test_an_agreement_that_does_not_come_ends_in_time() -> None:
     publisher, wire = start_publisher(policy, 1)
     worker = Worker(1, itertools.repeat(0.0), wire)
     engine = object.__new__(VLLMEngine)
+    engine._watch = SimpleNamespace(asking=nullcontext)
     engine._llm = Workers([worker])
     torch.nn.init.ones_(policy.weight)
     publisher.publish(policy, 0)
@@ -172,6 +175,7 @@ def test_a_receiver_that_failed_says_so() -> None:
     worker = Worker(1, itertools.repeat(0.0), wire)
     worker.receiver._thread.join(timeout=20)
     engine = object.__new__(VLLMEngine)
+    engine._watch = SimpleNamespace(asking=nullcontext)
     engine._llm = Workers([worker])
     with pytest.raises(RuntimeError, match=r"receiving weights failed: 'weight' is"):
         engine._agree(None, 20.0)

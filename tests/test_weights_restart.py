@@ -257,6 +257,8 @@ def rank_nobody_comes(rank: int, size: int) -> tuple[str, float] | None:
     del group
     assert not meeting.wait_for_restart()
     waited_s = time.monotonic() - begun
+    open_store(port).set(f"waited/{rank}", "1")
+    open_store(port).wait(["waited/0", "waited/1"], PATIENCE)
     if rank == 0:
         count_restart("127.0.0.1", port, timeout_s=5)
     assert meeting.wait_for_restart()
