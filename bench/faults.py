@@ -1,6 +1,6 @@
 """Faults, injected into whole jobs of real processes: does each end as the README promises?
 
-    python bench/faults.py            # all, about 15 minutes on two cores; one JSON line last
+    python bench/faults.py            # all, 15 to 20 minutes on two cores; one JSON line last
     python bench/faults.py --only searcher_killed engine_hung
     python bench/faults.py --list
 
