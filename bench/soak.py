@@ -37,7 +37,7 @@ from bench.faults import Job, last_step, newest_step  # noqa: E402
 from bench.measure import say  # noqa: E402
 from experiments import warm  # noqa: E402
 
-MEAN_S = 120.0  # between two faults
+MEAN_S = 120.0  # between two faults, at most twice as long
 SAMPLE_S = 5.0
 RESULTS = ROOT / "bench" / "results"
 
@@ -255,7 +255,7 @@ def main() -> None:
         soak.start()
         soak.wait_for_training()
         while soak.seconds < total_s * 2 / 3:
-            if soak.wait(float(soak.rng.exponential(MEAN_S))):
+            if soak.wait(min(float(soak.rng.exponential(MEAN_S)), 2 * MEAN_S)):
                 name = possible[int(soak.rng.integers(len(possible)))]
                 soak.faults[name] += 1
                 moments.append((soak.seconds, name))
