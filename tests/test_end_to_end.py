@@ -206,6 +206,7 @@ def test_a_searcher_of_two_devices_learns(tmp_path, random_model):
     assert summary["staleness_max"] >= 1
 
 
+@pytest.mark.slow
 def test_saved_trajectories_are_learned_from_without_a_searcher(tmp_path, random_model):
     """A run that explores, with a reference that moves, keeps its trajectories for others."""
     recorded = learns(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import time
@@ -252,9 +253,10 @@ def every_group_once(tmp_path: Path, num_searchers: int, in_flight: int = 16) ->
     for searcher in range(num_searchers):
         groups = {p: n // 8 for p, n in responses.items() if p % num_searchers == searcher}
         prompts = np.arange(searcher, 64, num_searchers)
-        rng = np.random.default_rng([0, 1, searcher])
+        epochs = itertools.count()
         stream: list[int] = []
         while len(stream) < sum(groups.values()) + in_flight:
+            rng = np.random.default_rng([0, 1, searcher, next(epochs)])
             stream += rng.permutation(prompts).tolist()
         started = Counter(stream[: sum(groups.values()) + in_flight])
         assert all(number <= started[prompt] for prompt, number in groups.items())

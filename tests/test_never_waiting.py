@@ -85,6 +85,7 @@ def test_a_trainer_ten_times_slower_than_search(tmp_path, random_model):  # noqa
     assert max(metrics(tmp_path, "buffer/num_trajectories")) <= 16 * 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_reuse", [pytest.param(None, marks=pytest.mark.slow), 1])
 def test_a_trainer_faster_than_search(tmp_path, random_model, max_reuse):  # noqa: F811
     """It trains on what there is again; or with a bound on that it waits, and accounts for it."""
@@ -125,6 +126,7 @@ def test_four_searchers_and_two_trainers(tmp_path, random_model):  # noqa: F811
         assert all(count % 8 == 0 for count in sizes.values())  # groups of 8, none cut
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_vllm_takes_weights_in_flight_and_ends_with_requests_in_flight(
     tmp_path,
