@@ -89,14 +89,22 @@ def take(parts: TrainerParts, step: int) -> Snapshot:
     )
 
 
-def restore(parts: TrainerParts, saved: Checkpoint) -> None:
+def restore(
+    parts: TrainerParts, saved: Checkpoint, *, responses_per_prompt: int | None = None
+) -> None:
     """Puts back all but the policy's weights, which were opened from the checkpoint's folder.
+
+    Args:
+        responses_per_prompt: that searchers sample from now on (S); None: as many as before.
 
     Raises:
         ValueError: the checkpoint does not fit these trainers; its folder is named.
     """
     try:
         _restore(parts, saved)
+        if responses_per_prompt is not None:  # groups are what counts
+            groups = parts.arrivals.completed // saved.about["responses_per_prompt"]
+            parts.arrivals.completed = groups * responses_per_prompt
     except (ValueError, LookupError, TypeError, RuntimeError, OSError, SafetensorError) as error:
         raise ValueError(f"{saved.folder} does not fit this run: {error}") from error
 

@@ -671,7 +671,9 @@ def run_trainer(setup: Setup, parts: TrainerParts) -> None:
     if setup.saved is not None:
         parts.control.progress("opening the checkpoint", cfg.cluster.startup_timeout_s)
         try:
-            state.restore(parts, setup.saved)
+            state.restore(
+                parts, setup.saved, responses_per_prompt=cfg.searcher.responses_per_prompt
+            )
         except ValueError as error:
             raise config.UserError(f"resume={cfg.resume}: {error}") from error
     if parts.events is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import shutil
@@ -456,3 +457,12 @@ def test_adapters_of_other_settings_are_refused(tiny_llama, tmp_path, options) -
     load_adapter(folder / ADAPTER_FOLDER, same_settings)
     mine, theirs = dict(adapter_weights(same_settings)), dict(adapter_weights(policy))
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_groups_count_where_searchers_sample_more_responses_than_before(saved_by) -> None:
+    saved = read_checkpoint(saved_by[1][0])
+    saved = dataclasses.replace(saved, about={**saved.about, "responses_per_prompt": 2})
+    parts = open_trainer(str(saved.folder))
+    state.restore(parts, saved, responses_per_prompt=5)
+    assert saved.completed().max() >= 2  # or nothing is tried
+    assert (parts.arrivals.completed == saved.completed() // 2 * 5).all()
