@@ -165,32 +165,26 @@ class Job:
         """What all ranks have printed."""
         return "\n".join(log.read_text(errors="replace") for log in self.logs if log.exists())
 
-    def wait_for(self, pattern: str, timeout_s: float = 100.0) -> float:
-        """Seconds until a line of the output matches."""
+    def wait_until(self, happened: Callable[[], bool], what: str, timeout_s: float = 100.0) -> None:
+        """Until it has; trainer 0 must live so long."""
         begun = time.monotonic()
-        while not re.search(pattern, self.output()):
+        while not happened():
             waited = time.monotonic() - begun
-            if waited > timeout_s or not any(p.is_alive() for p in self.processes):
-                raise AssertionError(f"no {pattern!r} after {waited:.0f} s in\n{self.output()}")
-            time.sleep(0.05)
-        return time.monotonic() - begun
+            if waited > timeout_s or not self.processes[0].is_alive():
+                raise AssertionError(f"no {what} after {waited:.0f} s in\n{self.output()}")
+            time.sleep(0.02)
+
+    def wait_for(self, pattern: str, timeout_s: float = 100.0) -> None:
+        """Until the output matches."""
+        self.wait_until(lambda: bool(re.search(pattern, self.output())), pattern, timeout_s)
 
     def wait_for_step(self, run: Path, step: int, timeout_s: float = 100.0) -> None:
         """Until the metrics of a step are there."""
-        begun = time.monotonic()
-        while last_step(run) < step:
-            if time.monotonic() - begun > timeout_s or not self.processes[0].is_alive():
-                raise AssertionError(f"no step {step} in\n{self.output()}")
-            time.sleep(0.05)
+        self.wait_until(lambda: last_step(run) >= step, f"step {step}", timeout_s)
 
-    def wait_for_checkpoint(self, run: Path, timeout_s: float = 100.0) -> int:
-        """The step of the newest whole checkpoint, once there is one."""
-        begun = time.monotonic()
-        while newest_step(run) == 0:
-            if time.monotonic() - begun > timeout_s or not self.processes[0].is_alive():
-                raise AssertionError(f"no checkpoint in\n{self.output()}")
-            time.sleep(0.02)
-        return newest_step(run)
+    def wait_for_checkpoint(self, run: Path, after: int = 0) -> None:
+        """Until there is a whole checkpoint of a later step."""
+        self.wait_until(lambda: newest_step(run) > after, "checkpoint")
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Sends a signal to a rank."""
@@ -534,9 +528,8 @@ def node_cut_off(place: Place) -> int:
 
 def _two_checkpoints(place: Place) -> tuple[int, int]:
     with place.job(2, "checkpoint.every=5") as job:
-        while len(list((place.run / "checkpoints").glob("step-*/manifest.json"))) < 2:
-            job.wait_for_checkpoint(place.run)
-            time.sleep(0.02)
+        whole = place.run / "checkpoints"
+        job.wait_until(lambda: len(list(whole.glob("step-*/manifest.json"))) >= 2, "2 checkpoints")
         job.kill_all()
     steps = sorted(int(p.name[5:]) for p in (place.run / "checkpoints").glob("step-*"))
     return steps[-2], steps[-1]
@@ -624,11 +617,7 @@ def disk_full(place: Place) -> int:
                         file.write(bytes(1 << 16))
             job.wait_for(r"could not be written .*1 of checkpoint.max_failures=3")
             ballast.unlink()
-            step = newest_step(run)
-            deadline = time.monotonic() + 60
-            while newest_step(run) <= step:
-                assert time.monotonic() < deadline and job.processes[0].is_alive(), job.output()
-                time.sleep(0.05)
+            job.wait_for_checkpoint(run, after=newest_step(run))
             missing = len(before - stored(run / "checkpoints" / f"step-{newest_step(run)}"))
             with suppress(OSError):
                 with ballast.open("wb") as file:
