@@ -264,7 +264,9 @@ def every_group_once(tmp_path: Path, num_searchers: int, in_flight: int = 16) ->
 
 @pytest.mark.vllm
 def test_a_killed_engine_is_restarted(tmp_path, random_model):  # noqa: F811
-    job = start(tmp_path, random_model, 2, *HUNGRY, "trainer.steps=60")
+    # some prompts always wait for the first to end: there is no moment with none under way
+    queued = ["searcher.prompts_in_flight=16", "engine.max_num_seqs=40"]
+    job = start(tmp_path, random_model, 2, *HUNGRY, *queued, "trainer.steps=60")
     wait(job, steps_done(job, 3))
     engine_processes(job)[0].kill()
     summary = ends_well(job, tmp_path)
