@@ -5,16 +5,19 @@ Trainer 0 decides (`open_run`), once the model and the data are known, and tells
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from train import Setup
 
 logger = logging.getLogger("tba")
+
+_held: list[IO[str]] = []  # lock files of this process, open until it ends
 
 
 def open_run(setup: Setup) -> bool:
@@ -160,6 +165,7 @@ def make_run_dir(cfg: DictConfig, saved: Checkpoint | None) -> Path:
                 f"run.name={name!r}: {folder} holds a run already; choose another name, or go on "
                 "with it by resume=auto"
             )
+        _held.append(hold(folder))
         starts = len(list(folder.glob("origin*.json")))
         for path in (folder / "config.yaml", folder / "origin.json"):
             if path.exists():
@@ -176,6 +182,34 @@ def make_run_dir(cfg: DictConfig, saved: Checkpoint | None) -> Path:
     except OSError as error:
         raise config.UserError(f"run.root={cfg.run.root!r} can't be written: {error}") from error
     return folder
+
+
+def hold(folder: Path) -> IO[str]:
+    """Makes the folder this process's own until it closes the file, or ends, however it does.
+
+    The lock belongs to the process and not to the file (`lockf`): a child that outlives a killed
+    job does not hold it. Where a file system has no locks, nothing is held.
+
+    Raises:
+        UserError: another job is writing there.
+    """
+    file = open(folder / "lock", "a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            logger.warning("%s can't be locked (%s): start no second job there", folder, error)
+            return file
+        with file:
+            file.seek(0)
+            raise config.UserError(
+                f"another job is writing into {folder} ({file.read().strip()}): wait until it has "
+                "ended, or choose another run.name"
+            ) from error
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
 
 
 def git_commit() -> str | None:

@@ -787,6 +787,24 @@ def run_folder_taken(place: Place) -> int:
     return 0
 
 
+@fault("the second is refused in one line; the first goes on", slow=True)
+def run_started_twice(place: Place) -> int:
+    with place.job(2, "resume=auto") as job:
+        job.wait_for_checkpoint(place.run)
+        before = keep_aside(place)
+        origin = (place.run / "origin.json").read_text()
+        with place.job(2, "resume=auto") as second:
+            assert second.end()[0] == 2, second.output()
+            only_reason(second, "another job is writing into", str(place.run), "process")
+        assert (place.run / "origin.json").read_text() == origin
+        job.wait_for_checkpoint(place.run, after=newest_step(place.run))
+        missing = lost(place, before)
+        job.kill_all()
+    before = keep_aside(place)
+    place.finish(2, 20)
+    return missing + lost(place, before)
+
+
 @fault("one line names `run.root`", slow=True)
 def run_folder_unwritable(place: Place) -> int:
     (place.folder / "file").write_text("")

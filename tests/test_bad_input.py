@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import tiny
 import torch
@@ -30,7 +34,9 @@ from transformers import (
 import model as modeling
 import offline
 import trainer
+from config import UserError
 from rewards import FAILURES, LocalScorer, RewardConfig, make_scorer
+from run_folder import hold
 from sft import tiny_tokenizer
 from tasks.arithmetic import Arithmetic
 from tasks.gsm8k import GSM8K
@@ -38,6 +44,8 @@ from tasks.math import Math
 from tasks.records import read_file, text_field
 from tasks.task import Problem, fit_prompts, reward_range
 from tasks.tldr import _read_parquet, query
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # --------------------------------------------------------------------------- data sets
 
@@ -455,6 +463,36 @@ def test_a_typo_or_an_existing_run_is_named(
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "summary.json").write_text("{}")
     refused(f"model.path={random_model}", f"run.root={tmp_path}", *overrides, words=words)
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from run_folder import hold
+held = hold(Path(sys.argv[1]))
+if child := __import__("os").fork():
+    print(child, flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_folder_that_another_job_writes_into_is_refused_until_it_ends(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        child = psutil.Process(int(holder.stdout.readline()))
+        try:
+            with pytest.raises(UserError, match=rf"another job .* \(process {holder.pid} on .*\)"):
+                hold(tmp_path)
+            holder.kill()
+            holder.wait()
+            assert child.is_running()  # and keeps open what the killed job had open
+            with hold(tmp_path) as file:
+                file.seek(0)
+                assert file.read().startswith(f"process {os.getpid()} on ")
+        finally:
+            child.kill()
 
 
 @pytest.mark.slow
