@@ -19,6 +19,7 @@ import ctypes
 import functools
 import importlib
 import inspect
+import io
 import json
 import logging
 import math
@@ -38,8 +39,9 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TextIO
 
+from metrics import escape_control
 from tasks.task import Problem, Task, Unparsed, reward_range
 
 logger = logging.getLogger("tba")
@@ -790,6 +792,7 @@ def serve(parent: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
+    sys.stdout = sys.stderr = _Escaped(sys.stderr)
 
     def reply(value: Any) -> None:
         data = memoryview(_line(value))
@@ -820,6 +823,21 @@ def serve(parent: int) -> None:
             # What has filled the memory may stay: the next response needs another process.
             usable = not scored.reason.startswith("MemoryError")
             reply((scored.parts, scored.status, scored.reason, usable))
+
+
+class _Escaped(io.TextIOBase):
+    """What a task prints, which may be a response, with its control characters escaped."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._out.write(escape_control(text, keep="\n\t"))
+        self._out.flush()
+        return len(text)
 
 
 def _die_with(parent: int) -> None:

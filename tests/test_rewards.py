@@ -165,6 +165,15 @@ def test_the_first_failures_of_every_kind_are_logged(worst) -> None:
     assert f"prompt {number}, response 'leaves'" in line and "penalty -1.5" in line
 
 
+def test_what_a_reward_prints_does_not_steer_the_terminal(capfd) -> None:
+    made = RewardWorkers(NODE, CFG)
+    assert made.score([problem()], ["prints"])[0].status == "ok"
+    made.close()
+    printed = capfd.readouterr().err
+    assert "\\x1b]0;title\\x07 tab\there\n" in printed and "\x1b" not in printed
+    assert printed.count('{"failed": ""}\n') == 10
+
+
 # --------------------------------------------------------------------------- order and sharing
 
 
