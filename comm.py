@@ -67,7 +67,9 @@ class ClusterConfig:
     pin_cores: bool = True  # CPU only: give each rank's processes their own share of the cores
     timeout_s: float = 300.0  # a rank without progress for this long ends the job
     heartbeat_timeout_s: float = 20.0  # a process that is silent for this long is dead
-    startup_timeout_s: float = 1800.0  # building or loading a model, starting an engine
+    # The same, of what takes long: loading a model, starting an engine, saving, waiting for what
+    # other ranks generate or train
+    startup_timeout_s: float = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -672,7 +674,9 @@ class Control:
                     self.stop(f"{self._stop_reason}, before anything could be saved")
                 self.leave(f"told to stop: {self._stop_reason}", STOP_CODE)
             if stuck_s > limit_s:
-                self.fail(f"no progress for {stuck_s:.0f} s while {what} (cluster.timeout_s)")
+                long = limit_s == self.startup_timeout_s > self.timeout_s
+                key = "cluster.startup_timeout_s" if long else "cluster.timeout_s"
+                self.fail(f"no progress for {stuck_s:.0f} s while {what} ({key})")
             silent_s = silent_s + self._period_s if self._beat == beat else 0.0
             beat = self._beat
             if silent_s > self.heartbeat_timeout_s:

@@ -361,10 +361,14 @@ def temperature_range(cfg: SearcherConfig) -> tuple[float, float]:
 
 def take_weights(parts: SearcherParts, *, wait_for: int | None) -> WeightUpdate | None:
     """The newest weights, loaded; None if none have come."""
-    parts.control.progress("waiting for weights" if wait_for is not None else "taking weights")
+    limit = parts.control.startup_timeout_s
+    if wait_for is None:
+        parts.control.progress("taking weights")
+    else:
+        parts.control.progress("waiting for weights", limit)
     begun = time.monotonic()
     with parts.clock.waiting("weights"):
-        update = parts.engine.update(wait_for=wait_for, timeout_s=parts.control.timeout_s)
+        update = parts.engine.update(wait_for=wait_for, timeout_s=limit)
     # Loading is work. Without `wait_for` so is all but the time in which the engine stood still
     # for another reason: it decodes while it is asked, and until it is paused.
     work = 0.0 if update is None else update.load_s

@@ -16,7 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ from weights import Publisher, named_weights
 
 logger = logging.getLogger("tba")
 
+_WARN_PERIOD_S = 60.0  # between two complaints of a trainer that has nothing to draw
 _SAME_REWARD_BATCHES = 4  # batches' worth of responses with one reward, after which it is said
 
 
@@ -439,7 +440,7 @@ def fill(parts: TrainerParts, num_prompts: int, initial: int, *, lockstep: bool)
     if parts.channel is None:
         return
     if lockstep:
-        wait_for_round(parts, version=0, limit_s=parts.control.startup_timeout_s)
+        wait_for_round(parts, version=0)
         return
     parts.control.progress(
         "waiting for the first trajectories (engines start)", parts.control.startup_timeout_s
@@ -456,13 +457,14 @@ def of_all_trainers(parts: TrainerParts, value: int) -> list[int]:
     return of_each_rank(value, parts.group, device_of(parts.policy))
 
 
-def wait_for_round(parts: TrainerParts, *, version: int, limit_s: float | None = None) -> None:
+def wait_for_round(parts: TrainerParts, *, version: int) -> None:
     """Waits until every searcher has shipped what it generated under `version`.
 
     The trajectories are then taken in by searcher, not in the order in which they came.
     """
     assert parts.channel is not None
-    parts.control.progress("waiting for the round's trajectories", limit_s)
+    limit = parts.control.startup_timeout_s
+    parts.control.progress("waiting for the round's trajectories", limit)
     held: list[Message] = []
     with parts.clock.waiting("round"):
         while (
@@ -485,7 +487,9 @@ def draw(cfg: TrainerConfig, parts: TrainerParts, num_prompts: int, step: int) -
     trainer has any group; with a bound on staleness or reuse, while all together have fewer than
     `num_prompts`.
     """
-    parts.control.progress("waiting for trajectories: the buffers have no groups to draw")
+    limit = parts.control.startup_timeout_s
+    parts.control.progress("waiting for trajectories: the buffers have too few to draw", limit)
+    warned_at = time.monotonic()
     bounded = parts.buffer.max_staleness is not None or parts.buffer.max_uses is not None
     while True:
         if parts.channel is not None:  # saved trajectories do not grow older
@@ -493,10 +497,18 @@ def draw(cfg: TrainerConfig, parts: TrainerParts, num_prompts: int, step: int) -
             if parts.events is not None and parts.buffer.max_staleness is not None:
                 parts.events.expired(step)
         available = of_all_trainers(parts, parts.buffer.num_drawable)
-        if sum(available) >= (num_prompts if bounded else 1):
+        wanted = num_prompts if bounded else 1
+        if sum(available) >= wanted:
             break
         if parts.channel is None:
             raise RuntimeError(f"step {step}: the saved trajectories have no group to draw")
+        if parts.ranks.rank == 0 and time.monotonic() - warned_at > _WARN_PERIOD_S:
+            warned_at = time.monotonic()
+            logger.warning(
+                "step %d waits for trajectories: %d of %d prompts can be drawn; searchers are "
+                "slow, or bounds drop what comes (buffer.max_staleness, trainer.max_reuse)",
+                *(step, sum(available), wanted),
+            )
         with parts.clock.waiting("data"):
             receive(parts, timeout_s=0.5)
     counts = shares(num_prompts, available)
@@ -627,7 +639,11 @@ def update_policy(
     stats = step_stats(groups, parts.group, device_of(parts.policy))
     beta = beta_at(step, **beta_schedule(cfg))
     rate = lr_at(step, **lr_schedule(cfg))
-    phases = parts.accounting.phases
+
+    def phases(name: str) -> AbstractContextManager[Any]:
+        parts.control.alive()  # every pass is progress
+        return parts.accounting.phases(name)
+
     with phases("gradient"), memory_advice(cfg):
         sums = accumulate_gradient(
             parts.policy,

@@ -591,6 +591,19 @@ def test_the_watchdog_names_what_a_rank_was_doing(tmp_path):
         assert "while counting sheep (cluster.timeout_s)" in job.reason()
 
 
+def loads_for_ever(ranks: Ranks, control: Control, channel: Channel) -> None:
+    if ranks.rank == 1:
+        control.progress("loading", control.startup_timeout_s)
+        time.sleep(60)
+    idle(ranks, control, channel)
+
+
+def test_the_watchdog_names_the_limit_that_was_passed(tmp_path):
+    with Job(tmp_path, loads_for_ever, 2, timeout_s=1.0, startup_timeout_s=2.0) as job:
+        assert job.ended(within_s=60)[0] == [1, 1]
+        assert "while loading (cluster.startup_timeout_s)" in job.reason()
+
+
 def takes_its_time(ranks: Ranks, control: Control, channel: Channel) -> None:
     control.progress("a long one", 30.0)
     time.sleep(2.5)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import resource
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,7 +56,9 @@ def make_parts(path: str, *, recency=lambda step: 0.0, **buffer_options) -> Trai
     options = dict(max_tokens=10_000, deduplicate=True, recency_prob=0.5, rule=uniform, seed=0)
     return TrainerParts(
         ranks=Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2, num_trainers=1),
-        control=SimpleNamespace(progress=lambda *_: None),
+        control=SimpleNamespace(
+            progress=lambda *_: None, alive=lambda: None, startup_timeout_s=1800.0
+        ),
         channel=SimpleNamespace(receive=lambda timeout_s: pytest.fail("waited for data")),
         policy=policy,
         optimizer=None,
@@ -236,6 +239,23 @@ def test_a_response_is_drawn_as_often_as_max_reuse_and_then_waited_for(tiny_llam
     assert parts.buffer.num_received == 12
 
 
+def test_who_waits_for_data_says_so_and_has_more_time_than_for_a_step(
+    tiny_llama, monkeypatch, caplog
+):
+    parts = make_parts(tiny_llama, max_uses=2)
+    made, limits = trajectories(), []
+    parts.control.progress = lambda what, limit_s=None: limits.append(limit_s)
+    parts.channel = Arriving(made[:3], made[3:])
+    monkeypatch.setattr(trainer, "_WARN_PERIOD_S", -1.0)
+    draw(TrainerConfig(responses_per_prompt=3), parts, 2, 5)
+    assert limits == [1800.0]
+    waits = [r.getMessage() for r in caplog.records if "waits for trajectories" in r.getMessage()]
+    assert [text.partition(";")[0] for text in waits] == [
+        "step 5 waits for trajectories: 0 of 2 prompts can be drawn",
+        "step 5 waits for trajectories: 1 of 2 prompts can be drawn",
+    ]
+
+
 def test_without_bounds_a_draw_takes_what_there_is(tiny_llama):
     parts = make_parts(tiny_llama)
     parts.buffer.add(trajectories()[:3])
@@ -382,6 +402,18 @@ def test_a_step_that_is_not_finite_changes_nothing(
     dumped = list(read_trajectories(tmp_path / "bad_batch" / "step-6-trainer-0.traj"))
     drawn = [t for group in groups for t in group.trajectories]
     assert pack(dumped).tobytes() == pack(drawn).tobytes()
+
+
+def test_every_micro_batch_of_a_step_is_progress(tiny_llama, tmp_path):
+    parts = trained_parts(tiny_llama, tmp_path)
+    groups = parts.buffer.draw(2, 3)
+    signs: list[int] = []
+    for tokens in (1000, 16):
+        alive: list[None] = []
+        parts.control.alive = lambda alive=alive: alive.append(None)
+        update_policy(replace(CFG, tokens_per_micro_batch=tokens), parts, groups, 0)
+        signs.append(len(alive))
+    assert 0 < signs[0] < signs[1]
 
 
 def skip_on_two(rank: int, world_size: int, path: str, folder: str) -> list[Any]:
