@@ -124,12 +124,17 @@ def _rename(beside: Path, folder: Path) -> None:
     if folder.exists():
         folder.rename(previous)
     beside.rename(folder)
-    parent = os.open(folder.parent, os.O_RDONLY)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)
+    _sync(folder.parent)
     shutil.rmtree(previous, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """The names in a folder are on the disk when this returns."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,14 +214,13 @@ class Checkpointer:
         self.failures = 0  # in a row
         self.num_failed = 0
         self.last_s = 0.0  # seconds that the last one took
+        self.last_step: int | None = None  # of the last one that is whole (trainer 0)
         self._folder, self._cfg, self._about = folder, cfg, dict(about)
         self._model, self._tokenizer = model, tokenizer
         self._control, self._rank = control, control.ranks.rank
         self._num_trainers = control.ranks.num_trainers
         self._count = 0  # of all that were begun, the same on every trainer
         self._thread: threading.Thread | None = None
-        if self._rank == 0:
-            _remove_partial(folder)
 
     @property
     def failed_too_often(self) -> bool:
@@ -262,7 +266,7 @@ class Checkpointer:
         beside = self._folder / f".step-{snapshot.step}.{self._count}.partial"
         try:
             if self._rank == 0:  # another trainer may have gone on writing one that has failed
-                _remove_partial(self._folder, but=beside)
+                tidy(self._folder, but=beside)
             (beside / STATE_FOLDER).mkdir(parents=True, exist_ok=True)
             own = _write_state(beside, snapshot, self._rank)
             if self._rank != 0:
@@ -284,7 +288,7 @@ class Checkpointer:
                 shutil.copyfile(config, beside / STATE_FOLDER / config.name)
             self._finish(beside, snapshot.step, own)
             prune(self._folder, self._cfg, snapshot.step, held_out, due)
-            self.failures = 0
+            self.failures, self.last_step = 0, snapshot.step
             self.last_s = time.monotonic() - begun
         except Exception as error:  # safetensors raises its own kind where the disk is full
             self.failures += 1
@@ -323,7 +327,10 @@ class Checkpointer:
             file.write(json.dumps(manifest, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        for folder in (*(path for path in beside.rglob("*") if path.is_dir()), beside):
+            _sync(folder)
         _rename(beside, self.path(step))
+        _sync(self._folder.parent)
 
     def _tell(self, what: str, value: Any) -> None:
         self._control.tell(f"checkpoint/{self._count}/{self._rank}", json.dumps({what: value}))
@@ -353,8 +360,8 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _remove_partial(folder: Path, but: Path | None = None) -> None:
-    """What a process that died has left; `but` is being written."""
+def tidy(folder: Path, but: Path | None = None) -> None:
+    """Removes what a process that died has left half-way, or undoes it; `but` is being written."""
     for path in folder.glob(".step-*"):
         if path == but:
             continue

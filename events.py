@@ -7,6 +7,7 @@ files. `replay.py` does the same again.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,8 +72,9 @@ class EventLog:
         self._write({"event": "published", "version": version})
 
     def saved(self, step: int) -> None:
-        """A checkpoint was taken."""
+        """A checkpoint was taken; all that came before is on the disk when this returns."""
         self._write({"event": "saved", "step": step})
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """A second time does nothing."""

@@ -102,7 +102,7 @@ METRICS: dict[str, str] = {
     "weights/stall_s": "seconds in which an engine decoded nothing because of it",
     "weights/step_to_token_s": "seconds from an optimizer step to the first token under it",
     "weights/gb_per_s": "GB/s of the last broadcast",
-    "faults/engine_restarts": "engines restarted since the run began, all searchers",
+    "faults/engine_restarts": "engines restarted since the run began or was resumed, all searchers",
     "faults/requeued_prompts": "prompts that began anew because their engine had died",
     "eval/accuracy": "share of held-out problems answered correctly",
     "eval/reward": "mean reward of the responses to held-out problems",

@@ -13,6 +13,7 @@ at most one cut record, at the end; all before it is read.
 
 import difflib
 import glob
+import hashlib
 import json
 import logging
 import math
@@ -136,6 +137,10 @@ class TrajectoryWriter:
         self._file.write(message)
         self._file.flush()
         self.num_records += 1
+
+    def sync(self) -> None:
+        """What was appended is on the disk when this returns."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the file; a second time does nothing."""
@@ -645,6 +650,22 @@ def load(
         # Divided first: rewards are finite, their sum may not be.
         mean_reward=sum(t.reward / len(trajectories) for t in trajectories),
     )
+
+
+def digest(paths: Sequence[str]) -> str:
+    """Of the contents of all files that `load` would read, in its order.
+
+    Raises:
+        ValueError: there is none, or one can't be read.
+    """
+    total = hashlib.blake2b(digest_size=8)
+    for path in _find_files(paths):
+        try:
+            with path.open("rb") as file:
+                total.update(hashlib.file_digest(file, "blake2b").digest())
+        except OSError as error:
+            raise ValueError(f"data: {path} can't be read: {error.strerror or error}") from error
+    return total.hexdigest()
 
 
 def share(trajectories: Sequence[Trajectory], index: int, count: int) -> list[Trajectory]:

@@ -15,16 +15,18 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 import config
 import model as modeling
-from checkpoint import Checkpoint, newest, read_checkpoint
+from checkpoint import Checkpoint, newest, read_checkpoint, tidy
 from comm import Control, broadcast_text
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tba")
 
+LOCK = "lock"
 _held: list[IO[str]] = []  # lock files of this process, open until it ends
 
 
@@ -45,15 +48,21 @@ def open_run(setup: Setup) -> bool:
         UserError: a folder that can't be used, or a checkpoint that does not fit.
     """
     answer: dict[str, Any] = {}
+    cfg = setup.cfg
     if setup.ranks.rank == 0:
-        saved = find_checkpoint(setup)
-        folder = make_run_dir(setup.cfg, saved)
+        if cfg.resume == "auto":  # nobody else may write there from here on
+            folder = claim_run_dir(cfg)
+            saved = find_checkpoint(setup)
+        else:
+            saved = find_checkpoint(setup)
+            folder = claim_run_dir(cfg)
         answer = {"folder": str(folder), "saved": None if saved is None else str(saved.folder)}
-        answer["ended"] = saved is not None and saved.step >= setup.cfg.trainer.steps
-        answer["ended"] &= (folder / "summary.json").exists()
+        answer["ended"] = saved is not None and saved.step >= cfg.trainer.steps
+        answer["ended"] &= saved is not None and has_ended(folder, saved.step)
         if saved is not None:
+            groups = saved.completed() // saved.about["responses_per_prompt"]
             answer |= {"step": saved.step, "num_trainers": saved.num_trainers}
-            answer["about"] = dict(saved.about)
+            answer |= {"about": dict(saved.about), "completed": groups.tolist()}
     answer = json.loads(broadcast_text(json.dumps(answer)))
     setup.run_dir = Path(answer["folder"])
     if answer["saved"] is not None:
@@ -63,6 +72,8 @@ def open_run(setup: Setup) -> bool:
             num_trainers=answer["num_trainers"],
             about=answer["about"],
         )
+        # now: trainers that go on may remove the checkpoint before an engine has started
+        setup.completed = np.array(answer["completed"], dtype=np.int64)
     if setup.ranks.rank == 0:
         logger.info("run folder: %s", setup.run_dir)
         if answer["ended"]:
@@ -72,6 +83,14 @@ def open_run(setup: Setup) -> bool:
     return not answer["ended"]
 
 
+def has_ended(folder: Path, step: int) -> bool:
+    """Whether a run of `step` steps has written its summary."""
+    try:
+        return json.loads((folder / "summary.json").read_text())["steps"] == step
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
 def heed_stop_file(setup: Setup, control: Control) -> None:
     """What a stop file means that is there before training begins.
 
@@ -79,8 +98,14 @@ def heed_stop_file(setup: Setup, control: Control) -> None:
     torchrun started again, because that one did not exit with 0, stops too.
     """
     path = Path(setup.cfg.run.stop_file or setup.run_dir / "stop")
-    if not path.exists():
+    try:
+        found = path.stat()
+    except OSError:
         return
+    if not path.is_file() or (setup.cfg.run.stop_file and found.st_size):  # something else's
+        raise config.UserError(f"run.stop_file={path} is not an empty file: remove it")
+    if found.st_mtime >= time.time() - (time.monotonic() - setup.started):
+        return  # it is for this job: the trainers' loop will see it
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
         control.stop(f"{path} is there")
     path.unlink()
@@ -100,6 +125,7 @@ def find_checkpoint(setup: Setup) -> Checkpoint | None:
             ("model", "another model (model.*)"),
             ("prompts", "other training problems (task.*, model.tokenizer, seed)"),
             ("trained", "another set of trained weights (trainer.lora.*, trainer.log_z_lr)"),
+            ("data", "responses of another origin (mode, data)"),
         ):
             if saved.about.get(key) != mine[key]:
                 raise ValueError(
@@ -110,6 +136,8 @@ def find_checkpoint(setup: Setup) -> Checkpoint | None:
         return None
     folder = Path(cfg.run.root) / cfg.run.name if cfg.resume == "auto" else Path(cfg.resume)
     try:
+        if cfg.resume == "auto":
+            tidy(folder / "checkpoints")
         if cfg.resume == "auto" or (folder / "checkpoints").is_dir():
             found = newest(folder / "checkpoints", check)
         else:
@@ -120,12 +148,20 @@ def find_checkpoint(setup: Setup) -> Checkpoint | None:
     if cfg.resume != "auto":
         if found is None:
             raise config.UserError(f"resume={cfg.resume}: no checkpoint in {folder}/checkpoints")
-        if found.step >= cfg.trainer.steps:
-            raise config.UserError(
-                f"resume={cfg.resume}: {found.folder} has {found.step} steps already: raise "
-                f"trainer.steps={cfg.trainer.steps}"
-            )
+        if found.step == cfg.trainer.steps:  # a run of its own would have nothing to do
+            raise too_few_steps(cfg, found)
+    if found is not None and found.step > cfg.trainer.steps:
+        if cfg.resume != "auto" or not has_ended(folder, found.step):
+            raise too_few_steps(cfg, found)
     return found
+
+
+def too_few_steps(cfg: DictConfig, saved: Checkpoint) -> config.UserError:
+    """The error that there is nothing to go on to."""
+    return config.UserError(
+        f"resume={cfg.resume}: {saved.folder} has {saved.step} steps already: raise "
+        f"trainer.steps={cfg.trainer.steps}"
+    )
 
 
 def description(setup: Setup) -> dict[str, Any]:
@@ -141,17 +177,15 @@ def description(setup: Setup) -> dict[str, Any]:
         "trained": {"lora_rank": lora, "log_z_head": cfg.trainer.log_z_lr is not None},
         "responses_per_prompt": cfg.searcher.responses_per_prompt,
         "mode": cfg.mode,
+        "data": setup.data_digest,
     }
 
 
-def make_run_dir(cfg: DictConfig, saved: Checkpoint | None) -> Path:
-    """Creates the run folder and saves the resolved config, the command and the git commit.
+def claim_run_dir(cfg: DictConfig) -> Path:
+    """Creates the run folder, for this job alone; with `resume=auto` it may hold a run.
 
-    With `resume=auto` a run goes on in the folder that it has; what an earlier start has written
-    there is kept beside, with a number.
-
-    Args:
-        saved: what the run goes on from.
+    Raises:
+        UserError: it holds a run, another job is writing there, or it can't be written.
     """
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     loss = str(cfg.loss._target_).rpartition(".")[2]
@@ -160,28 +194,39 @@ def make_run_dir(cfg: DictConfig, saved: Checkpoint | None) -> Path:
     folder = Path(cfg.run.root) / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and cfg.resume != "auto":
+        if cfg.resume != "auto" and any(path.name != LOCK for path in folder.iterdir()):
             raise config.UserError(
                 f"run.name={name!r}: {folder} holds a run already; choose another name, or go on "
                 "with it by resume=auto"
             )
         _held.append(hold(folder))
-        starts = len(list(folder.glob("origin*.json")))
-        for path in (folder / "config.yaml", folder / "origin.json"):
-            if path.exists():
-                path.rename(path.with_name(f"{path.stem}.{starts}{path.suffix}"))
-        shown = OmegaConf.create(config.hide_secrets(OmegaConf.to_container(cfg, resolve=True)))
-        OmegaConf.save(shown, folder / "config.yaml")
-        origin = {
-            "command": config.hide_in_command(sys.argv),
-            "commit": git_commit(),
-            "world_size": dist.get_world_size(),
-            "resumed_from": None if saved is None else str(saved.folder),
-        }
-        (folder / "origin.json").write_text(json.dumps(origin, indent=2) + "\n")
     except OSError as error:
         raise config.UserError(f"run.root={cfg.run.root!r} can't be written: {error}") from error
     return folder
+
+
+def record_start(cfg: DictConfig, folder: Path, saved: Checkpoint | None) -> None:
+    """Saves the resolved config, the command and the git commit: the run begins, or goes on.
+
+    What an earlier start has written there is kept beside, with a number.
+
+    Args:
+        saved: what the run goes on from.
+    """
+    starts = len(list(folder.glob("origin*.json")))
+    for name in ("config.yaml", "origin.json", "summary.json"):
+        path = folder / name
+        if path.exists():
+            path.rename(path.with_name(f"{path.stem}.{starts}{path.suffix}"))
+    shown = OmegaConf.create(config.hide_secrets(OmegaConf.to_container(cfg, resolve=True)))
+    OmegaConf.save(shown, folder / "config.yaml")
+    origin = {
+        "command": config.hide_in_command(sys.argv),
+        "commit": git_commit(),
+        "world_size": dist.get_world_size(),
+        "resumed_from": None if saved is None else str(saved.folder),
+    }
+    (folder / "origin.json").write_text(json.dumps(origin, indent=2) + "\n")
 
 
 def hold(folder: Path) -> IO[str]:
@@ -193,7 +238,7 @@ def hold(folder: Path) -> IO[str]:
     Raises:
         UserError: another job is writing there.
     """
-    file = open(folder / "lock", "a+")
+    file = open(folder / LOCK, "a+")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

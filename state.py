@@ -82,6 +82,7 @@ def take(parts: TrainerParts, step: int) -> Snapshot:
             "own": _counts(parts, _OWN),
             "shared": _counts(parts, _SHARED),
             "trained_s": time.monotonic() - parts.totals.training_started,
+            "evaluations_due": sorted(parts.totals.evaluations_due),
             "held_out": {str(version): v for version, v in parts.arrivals.held_out.items()},
             "logprob_gap": {str(rank): gap for rank, gap in parts.arrivals.logprob_gap.items()},
             "random": random_state,
@@ -127,6 +128,12 @@ def _restore(parts: TrainerParts, saved: Checkpoint) -> None:
             _set_generators(_arrays(files[rank], "generator/"), infos[rank]["random"])
         else:
             parts.buffer.load_shares(states, lambda prompt_id: prompt_id % size == rank)
+    lacking = any((state["arrays"]["reference_version"] < 0).any() for state in states)
+    if lacking and parts.reference is None:
+        raise ValueError(
+            "its responses came without log-probs of the reference: set "
+            "trainer.reference_reset_every as it was"
+        )
     for name, counters in _OWN.items():
         for counter in counters:
             values = [info["own"][name][counter] for info in infos]
@@ -143,6 +150,7 @@ def _restore(parts: TrainerParts, saved: Checkpoint) -> None:
     parts.arrivals.completed = completed
     parts.arrivals.held_out = {int(v): means for v, means in infos[0]["held_out"].items()}
     parts.arrivals.logprob_gap = {int(r): gap for r, gap in infos[0]["logprob_gap"].items()}
+    parts.totals.evaluations_due = set(infos[0].get("evaluations_due", []))
     parts.reference_version = infos[0]["reference_version"]
     parts.totals.trained_before_s = infos[0]["trained_s"]
     parts.first_step = saved.step

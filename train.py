@@ -84,7 +84,7 @@ from offline import TrajectoryWriter
 from parallel import ParallelConfig, any_rank, shard
 from replay import replay
 from rewards import Scorer, equal_rewards_warning, make_scorer
-from run_folder import description, heed_stop_file, open_run
+from run_folder import description, heed_stop_file, open_run, record_start
 from schedules import beta_at, linear_at
 from searcher import SearcherParts, explores, search
 from shards import make_gathering_group
@@ -116,6 +116,8 @@ class Setup:
     started: float
     run_dir: Path = Path()  # decided after all the rest
     saved: Checkpoint | None = None  # to go on from
+    completed: np.ndarray | None = None  # int64 [problems]: groups of each, before a resumption
+    data_digest: str | None = None  # of `data`, in mode=offline
 
     @property
     def lockstep(self) -> bool:
@@ -259,6 +261,9 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
     pinned = cfg.cluster.pin_cores and device.type == "cpu"
     cores = ranks.cores() if pinned else []
     try:
+        data_digest = None
+        if cfg.mode == "offline":
+            data_digest = offline.digest(config.data_paths(cfg))
         task = instantiate(config.task_node(cfg))
         reward_range(task)  # a wrong one should fail before an engine starts
         problems, held_out = task.problems("train"), task.problems("test")
@@ -305,6 +310,7 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
         engine_dtype=engine_dtype(cfg, device),
         cores=cores,
         started=started,
+        data_digest=data_digest,
     )
 
 
@@ -676,6 +682,17 @@ def run_trainer(setup: Setup, parts: TrainerParts) -> None:
             )
         except ValueError as error:
             raise config.UserError(f"resume={cfg.resume}: {error}") from error
+        if cfg.resume == "auto" and parts.checkpointer is not None:
+            parts.checkpointer.last_step = setup.saved.step
+        missing = sorted(parts.totals.evaluations_due - {setup.saved.step})
+        if missing and setup.ranks.rank == 0:
+            logging.getLogger("tba").warning(
+                "the evaluation of steps %s had not ended when the run did, and is not made again: "
+                "evaluate.py makes up for it, on their checkpoints",
+                missing,
+            )
+    if setup.ranks.rank == 0:
+        record_start(cfg, setup.run_dir, setup.saved)
     if parts.events is not None:
         assert parts.writer is not None
         parts.events.started(
@@ -706,6 +723,8 @@ def run_replay(setup: Setup, parts: TrainerParts) -> None:
         UserError: the record is incomplete.
     """
     parts.control.progress("reading the recorded run", setup.cfg.cluster.startup_timeout_s)
+    if setup.ranks.rank == 0:
+        record_start(setup.cfg, setup.run_dir, None)
     try:
         replay(setup.cfg.trainer, parts, Path(setup.cfg.data))
     except (ValueError, OSError) as error:
@@ -824,9 +843,9 @@ def build_searcher(setup: Setup, control: Control, channel: Channel) -> Searcher
     scorer = build_scorer(setup, control)
     join_weights(setup, control, engine)
     share = slice(ranks.searcher_index, None, ranks.num_searchers)
-    completed = np.zeros(len(setup.problems), dtype=np.int64)
-    if setup.saved is not None:
-        completed = setup.saved.completed() // setup.saved.about["responses_per_prompt"]
+    completed = setup.completed
+    if completed is None:
+        completed = np.zeros(len(setup.problems), dtype=np.int64)
     return SearcherParts(
         ranks=ranks,
         control=control,

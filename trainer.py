@@ -264,7 +264,8 @@ def train(
     # a resumed lock-step run goes on as if it had not ended, so without a probe of its own
     probe = first == 0 or not lockstep or due or first // cfg.publish_every % probe_every == 0
     publish(parts, first, evaluate=due or first == cfg.steps, probe=probe, final=first == cfg.steps)
-    fill(parts, prompts_per_draw, initial_trajectories, lockstep=lockstep)
+    if first < cfg.steps:  # else only the last evaluation is left, and nothing more comes
+        fill(parts, prompts_per_draw, initial_trajectories, lockstep=lockstep)
     parts.clock.start()
     parts.accounting.start()
     parts.totals.training_started = time.monotonic() - parts.totals.trained_before_s
@@ -297,7 +298,6 @@ def train(
                 save(parts, version, wait=reason is not None, arrived=not lockstep)
             if reason is not None:
                 stop(parts, version, reason)
-    parts.control.stoppable = False
     finish(cfg, parts)
 
 
@@ -326,7 +326,13 @@ def take_trajectories(parts: TrainerParts, payload: np.ndarray) -> None:
     """A message of `trajectory.pack`, uint8 [n]."""
     trajectories = unpack(payload)
     if parts.writer is not None:
-        parts.writer.append(payload)
+        try:
+            parts.writer.append(payload)
+        except OSError as error:
+            raise RuntimeError(
+                f"the trajectories of {parts.run_dir} can't be written ({error}): make room, or go "
+                "on from the last checkpoint (resume=auto) with run.save_trajectories=false"
+            ) from error
     if parts.events is not None:
         parts.events.arrived()
     parts.buffer.add(trajectories)
@@ -445,9 +451,12 @@ def fill(parts: TrainerParts, num_prompts: int, initial: int, *, lockstep: bool)
     parts.control.progress(
         "waiting for the first trajectories (engines start)", parts.control.startup_timeout_s
     )
+    # A resumed run has data, but searchers that are not there yet: it would train on that alone.
+    searchers = parts.ranks.num_searchers if parts.first_step else 0
     while (
         sum(of_all_trainers(parts, parts.arrivals.received)) < initial
         or sum(of_all_trainers(parts, parts.buffer.num_drawable)) < num_prompts
+        or min(of_all_trainers(parts, len(parts.arrivals.load_s))) < searchers
     ):
         receive(parts, timeout_s=0.5)
 
@@ -961,6 +970,8 @@ def save(parts: TrainerParts, version: int, *, wait: bool, arrived: bool = True)
             )
         if arrived:
             receive(parts)
+        if parts.writer is not None:
+            parts.writer.sync()
         if parts.events is not None:
             parts.events.saved(version)
         snapshot = state.take(parts, version)
@@ -991,10 +1002,13 @@ def stop(parts: TrainerParts, version: int, reason: str) -> None:
         while True:  # the control plane ends this process
             time.sleep(1.0)
     parts.metrics.close()
-    saved = parts.checkpointer is not None and parts.checkpointer.path(version).is_dir()
-    parts.control.stop(
-        f"{reason}: " + (f"saved at step {version}, resume=auto goes on" if saved else "not saved")
-    )
+    parts.control.stop(reason + saved(parts, version))
+
+
+def saved(parts: TrainerParts, version: int) -> str:
+    """What trainer 0 adds to the reason why the job stops: whether `version` was saved."""
+    done = parts.checkpointer is not None and parts.checkpointer.last_step == version
+    return f": saved at step {version}, resume=auto goes on" if done else ": not saved"
 
 
 def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
@@ -1004,10 +1018,15 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
     wall_s = time.monotonic() - totals.training_started
     idle = parts.clock.fraction()
     rates = state_metrics(parts, version=cfg.steps)
+    if online:
+        if parts.first_step < cfg.steps:  # the evaluation may be long, or not end
+            save(parts, cfg.steps, wait=True)
+        parts.control.saved, parts.control.stoppable = saved(parts, cfg.steps), False
     parts.control.progress("waiting for the last evaluation", parts.control.startup_timeout_s)
     while parts.metrics is not None and cfg.steps not in arrivals.held_out:
         receive(parts, timeout_s=0.5)
     save(parts, cfg.steps, wait=True)
+    parts.control.saved, parts.control.stoppable = saved(parts, cfg.steps), False
     if parts.metrics is None:
         if parts.channel is not None:
             parts.channel.close()  # when the searchers have left
@@ -1042,10 +1061,9 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
         "held_out_by_step": {str(step): values for step, values in by_step.items()},
     }
     assert parts.checkpointer is not None
-    folder = parts.checkpointer.path(cfg.steps)
-    if not folder.is_dir():
+    if parts.checkpointer.last_step != cfg.steps:
         raise RuntimeError("the policy could not be saved; the log says why")
-    summary["checkpoint"] = str(folder)
+    summary["checkpoint"] = str(parts.checkpointer.path(cfg.steps))
     write_summary(parts.run_dir, summary)
     parts.metrics.close()
     draw_figure(parts.run_dir)

@@ -52,14 +52,14 @@ run() {
   "$@" & # bash would handle no signal before a command in the foreground has ended
   child=$!
   trap 'notice=USR1; ask_to_stop "$child" & timer=$!' USR1
-  trap 'notice=TERM; kill -TERM "$child" 2>/dev/null || true' TERM INT
+  trap 'notice=${notice:-TERM}; kill -TERM "$child" 2>/dev/null || true' TERM INT
   wait "$child" || code=$?
   while kill -0 "$child" 2>/dev/null; do # a signal came in
     code=0
     wait "$child" || code=$?
   done
   [ -z "${timer:-}" ] || kill "$timer" 2>/dev/null || true
-  if [ "$notice" = USR1 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_REQUEUES:-20}" ]; then
+  if [ "$code" != 0 ] && [ "$notice" = USR1 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_REQUEUES:-20}" ]; then
     echo "out of time: job $SLURM_JOB_ID is queued anew"
     scontrol requeue "$SLURM_JOB_ID"
   elif [ -n "$notice" ]; then

@@ -134,7 +134,7 @@ def fail_now_and_then(rank: int, size: int, path: str, folder: str) -> dict[str,
     logging.getLogger("tba").addHandler(handler)
     parts = open_trainer(path, rank, size)
     go_on(parts, 1)
-    failures, present = [], []
+    failures, present, whole = [], [], []
     with checkpoints_of(parts, path, Path(folder), keep=10, max_failures=2) as checkpointer:
         for step, without_room in enumerate((None, 1, None, 0, 1)):
             snapshot = state.take(parts, step)
@@ -144,9 +144,11 @@ def fail_now_and_then(rank: int, size: int, path: str, folder: str) -> dict[str,
                 checkpointer.wait()
                 dist.barrier()
             failures.append(checkpointer.failures)
+            whole.append(checkpointer.last_step)
             present.append([str(p.name) for p in sorted(Path(folder).glob("step-*"))])
     return {
         "failures": failures,
+        "whole": whole,
         "num_failed": checkpointer.num_failed,
         "too_often": checkpointer.failed_too_often,
         "present": present,
@@ -157,7 +159,7 @@ def fail_now_and_then(rank: int, size: int, path: str, folder: str) -> dict[str,
 def test_a_trainer_without_room_costs_the_checkpoint_alone(tiny_llama, tmp_path) -> None:
     lead, other = run_ranks(fail_now_and_then, 2, tiny_llama, str(tmp_path))
     assert lead["failures"] == [0, 1, 0, 1, 2] and lead["num_failed"] == 3
-    assert lead["too_often"]
+    assert lead["too_often"] and lead["whole"] == [0, 0, 2, 2, 2]
     # at step 3 it may find its folder gone; it never counts more than trainer 0 does
     assert other["failures"][:3] == [0, 1, 0] and other["failures"][3] <= 1
     assert lead["present"] == [*[["step-0"]] * 2, *[["step-0", "step-2"]] * 3]
@@ -249,15 +251,14 @@ def test_a_process_that_is_killed_leaves_what_was_there(tiny_llama, tmp_path) ->
             time.sleep(0.02)
         os.kill(child.pid, signal.SIGKILL)
         child.join()
-    parts = open_trainer(tiny_llama)
     for folder in children:
         left = {p.name for p in folder.iterdir()} - {"now"}
         hidden = {name for name in left if name.startswith(".")}
         assert hidden and left - hidden <= {"step-1", "step-2"}, left
         for step in steps_in(folder):  # with or without a new start
             assert read_checkpoint(folder / f"step-{step}").step == step
-        with checkpoints_of(parts, tiny_llama, folder):
-            assert {p.name for p in folder.iterdir()} == {"now", "step-1", "step-2"}
+        checkpoint.tidy(folder)
+        assert {p.name for p in folder.iterdir()} == {"now", "step-1", "step-2"}
         found = newest(folder, lambda saved: None)
         assert found is not None and found.step == 2
     between = {p.name for p in (tmp_path / "rename-1").iterdir()}

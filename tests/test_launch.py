@@ -242,8 +242,9 @@ def test_mistakes_are_one_line(slurm, changes, words):
         (signal.SIGUSR1, {"MAX_REQUEUES": "2", "SLURM_RESTART_COUNT": "2"}, False),
         (signal.SIGUSR1, {"MAX_REQUEUES": "0"}, False),
         (signal.SIGTERM, {"MAX_REQUEUES": "2"}, False),  # Slurm itself does
+        (signal.SIGUSR1, {"MAX_REQUEUES": "2", "THEN": "TERM"}, True),  # the last warning
     ],
-    ids=["time-limit", "too-often", "not-asked", "preempted"],
+    ids=["time-limit", "too-often", "not-asked", "preempted", "time-is-up"],
 )
 def test_signals_end_torchrun_before_the_job_is_queued_anew(
     slurm, tmp_path, script, number, changes, requeued
@@ -269,6 +270,9 @@ def test_signals_end_torchrun_before_the_job_is_queued_anew(
             assert time.monotonic() < deadline and job.poll() is None, calls.read_text()
             time.sleep(0.05)
         job.send_signal(number)
+        if "THEN" in changes:
+            time.sleep(0.3)
+            job.send_signal(signal.SIGTERM)
         code = job.wait(timeout=20)
     finally:
         job.kill()

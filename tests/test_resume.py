@@ -85,6 +85,93 @@ def test_a_deterministic_run_that_was_killed_goes_on_identically(
     assert by_step(runs / "killed") == reference
 
 
+LONG_EVALUATION = ["trainer.steps=12", "checkpoint.every=0", "eval.num_problems=4000"]
+LONG_EVALUATION += ["task.max_operand=99", "task.num_test=4000"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_in_its_last_evaluation_has_only_that_to_do(place: Place) -> None:
+    with place.job(2, *LONG_EVALUATION) as job:
+        job.wait_for_checkpoint(place.run)
+        assert newest_step(place.run) == 12 and "held-out" not in job.output()
+        job.signal(0, signal.SIGTERM)
+        assert job.end() == [75, 75], job.output()
+    assert "the job stops: SIGTERM: saved at step 12, resume=auto goes on" in job.output()
+    before = keep_aside(place)
+    whole(place, 2, *LONG_EVALUATION, "eval.num_problems=16", "resume=auto")
+    summary = json.loads((place.run / "summary.json").read_text())
+    assert list(summary["held_out_by_step"]) == ["12"] and summary["steps"] == 12
+    assert [r["step"] for r in read_metrics(place.run) if "loss/total" in r] == list(range(1, 13))
+    assert lost(place, before) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_run_whose_summary_is_missing_or_of_fewer_steps_is_finished(
+    place: Place, num_ranks: int, mode: str
+) -> None:
+    options = [f"mode={mode}" if num_ranks == 2 else "mode=sync", "trainer.steps=3"]
+    whole(place, num_ranks, *options)
+    summary = place.run / "summary.json"
+    for damage in (summary.unlink, lambda: summary.write_text('{"steps": 2}')):
+        damage()
+        output = whole(place, num_ranks, *options, "resume=auto", "cluster.startup_timeout_s=60")
+        assert "going on from" in output and "has ended already" not in output
+        assert json.loads(summary.read_text())["steps"] == 3
+    assert "has ended already" in whole(place, num_ranks, *options, "resume=auto")
+
+
+@pytest.mark.slow
+def test_a_resumed_run_waits_for_its_searchers(place: Place) -> None:
+    """It has data to train on, but that grows old."""
+    whole(place, 3, "trainer.steps=10", "checkpoint.every=5", "trainer.publish_every=1")
+    whole(place, 3, "trainer.steps=14", "resume=auto")
+    records = {r["step"]: r for r in read_metrics(place.run) if "loss/total" in r}
+    assert all(records[step]["weights/load_s"] > 0 for step in (11, 12))
+
+
+@pytest.mark.slow
+def test_steps_that_are_done_already_are_refused_and_nothing_is_changed(place: Place) -> None:
+    with place.job(2, "checkpoint.every=10") as job:
+        job.wait_for_checkpoint(place.run)
+        job.kill_all()
+    config = (place.run / "config.yaml").read_text()
+    with place.job(2, "resume=auto", "trainer.steps=5") as job:
+        assert job.end()[0] == 2
+    assert "raise trainer.steps=5" in job.output() and "Traceback" not in job.output()
+    assert (place.run / "config.yaml").read_text() == config
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_was_being_replaced_is_put_back_before_it_is_looked_for(
+    place: Place,
+) -> None:
+    whole(place, 2, "trainer.steps=5", "checkpoint.keep=1", "checkpoint.keep_best=false")
+    folder = place.run / "checkpoints" / "step-5"
+    folder.rename(folder.with_name(".step-5.previous"))
+    output = whole(place, 2, "trainer.steps=8", "checkpoint.keep=1", "resume=auto")
+    assert f"going on from {folder}" in output
+
+
+@pytest.mark.slow
+def test_a_run_on_data_goes_on_with_the_same_data_only(place: Place) -> None:
+    runs = place.folder / "runs"
+    for name, seed in (("one", 0), ("two", 1)):
+        options = [f"run.name={name}", f"seed={seed}", "run.save_trajectories=true"]
+        whole(place, 2, "trainer.steps=5", *options)
+    learn = ["mode=offline", "buffer.deduplicate=false", f"data={runs / 'one'}", "run.name=learnt"]
+    whole(place, 1, *learn, "trainer.steps=3")
+    whole(place, 1, *learn, "trainer.steps=5", "resume=auto")
+    for other in ([f"data={runs / 'two'}"], ["mode=async", "data=null"]):
+        with place.job(1 + ("data=null" in other), *learn, *other, "resume=auto") as job:
+            assert job.end()[0] == 2, job.output()
+        assert "responses of another origin (mode, data)" in job.output()
+    with place.job(1, *learn, f"data={runs / 'none'}", "run.name=typo") as job:
+        assert job.end()[0] == 2 and "data" in job.output()
+    assert not (runs / "typo").exists()
+
+
 @pytest.mark.parametrize("trainers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_recorded_run_is_replayed(place: Place, trainers: int) -> None:
     """Also one that was killed and resumed: what came after its checkpoint does not count."""

@@ -9,9 +9,12 @@ import json
 import logging
 import os
 import socket
+import time
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -23,6 +26,7 @@ import comm
 import config
 import run_folder
 from comm import Channel, Control, Ranks, init_world, interface_of, own_address
+from config import UserError
 from meeting import Meeting
 from metrics import Metrics, setup_logging, write_rollouts
 from rewards import LocalScorer
@@ -147,11 +151,13 @@ def test_a_run_folder_shows_no_secret(tmp_path, monkeypatch):
             "model": {"path": secret, "name": "m"},
             "loss": {"_target_": "losses.tb"},
             "run": {"root": str(tmp_path), "name": "run"},
+            "resume": "none",
             "mode": "sync",
             "seed": 0,
         }
     )
-    folder = Path(run_folder.make_run_dir(cfg, None))
+    folder = run_folder.claim_run_dir(cfg)
+    run_folder.record_start(cfg, folder, None)
     for path in folder.iterdir():
         assert secret not in path.read_text() and "plain" not in path.read_text(), path
     saved = OmegaConf.load(folder / "config.yaml")
@@ -159,6 +165,37 @@ def test_a_run_folder_shows_no_secret(tmp_path, monkeypatch):
     assert json.loads((folder / "origin.json").read_text())["command"] == [
         *("train.py", "+task.hf_token=<hidden>", "model.path=<hidden>")
     ]
+
+
+# --------------------------------------------------------------------------- what is removed
+
+
+def heed(path: Path, run_dir: Path, *, started: float, restart: str = "0") -> list[str]:
+    """What a job that began at `started` does about a stop file; why it stops."""
+    stops: list[str] = []
+    setup = SimpleNamespace(
+        cfg=OmegaConf.create({"run": {"stop_file": str(path)}}), run_dir=run_dir, started=started
+    )
+    with mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=restart):
+        run_folder.heed_stop_file(setup, SimpleNamespace(stop=stops.append))
+    return stops
+
+
+def test_only_an_old_and_empty_stop_file_is_removed(tmp_path: Path) -> None:
+    now, path = time.monotonic(), tmp_path / "stop"
+    assert heed(path, tmp_path, started=now) == []  # there is none
+    path.touch()
+    assert heed(path, tmp_path, started=now - 60) == [] and path.exists()  # it is for this job
+    assert heed(path, tmp_path, started=now + 60, restart="1") == [f"{path} is there"]
+    path.touch()
+    assert heed(path, tmp_path, started=now + 60) == [] and not path.exists()
+    path.write_text("a file of the user's")
+    with pytest.raises(UserError, match=r"run\.stop_file=.* is not an empty file"):
+        heed(path, tmp_path, started=now + 60)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match=r"run\.stop_file=.* is not an empty file"):
+        heed(path, tmp_path, started=now + 60)
 
 
 # --------------------------------------------------------------------------- ports

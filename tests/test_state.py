@@ -409,6 +409,23 @@ def test_a_reset_reference_needs_a_trainer_that_holds_it(saved_by) -> None:
         state.restore(parts, saved)
 
 
+def test_responses_without_the_reference_need_a_trainer_that_holds_it(saved_by, tmp_path) -> None:
+    source = read_checkpoint(saved_by[1][0])
+    folder = shutil.copytree(source.folder, tmp_path / "copy")
+    change_tensors(lambda t: t["buffer/reference_version"].fill_(-1))(folder)
+    change_info(lambda info: info.update(reference_version=0))(folder)
+    parts = open_trainer(str(source.folder))
+    parts.reference = None
+    with pytest.raises(ValueError, match="came without log-probs.*reference_reset_every"):
+        state.restore(parts, Checkpoint(folder=folder, step=3, num_trainers=1, about={}))
+
+
+def test_evaluations_under_way_are_remembered(tiny_llama, tmp_path) -> None:
+    parts = open_trainer(tiny_llama)
+    parts.totals.evaluations_due = {2, 3}
+    assert state.take(parts, 3).info["evaluations_due"] == [2, 3]
+
+
 def test_a_snapshot_is_a_copy(tiny_llama) -> None:
     parts = open_trainer(tiny_llama)
     go_on(parts, 3)
