@@ -149,14 +149,28 @@ def ranks_from_environment(num_trainers: int, *, searching: bool = True, tp: int
         num_trainers: ranks that train, if the others search.
         searching: False: every rank trains.
         tp: ranks of a searcher.
+
+    Raises:
+        ValueError: a variable that torchrun would not set so.
     """
-    env = os.environ
-    world_size = int(env.get("WORLD_SIZE", 1))
+
+    def number(name: str, default: int, low: int, high: float = math.inf) -> int:
+        text = os.environ.get(name, str(default))
+        if not (text.isdecimal() and low <= int(text) <= high):
+            bounds = f"from {low} to {high}" if high < math.inf else f"from {low} on"
+            raise ValueError(
+                f"{name}={text!r} in the environment must be a whole number {bounds}: start the "
+                "ranks with torchrun"
+            )
+        return int(text)
+
+    world_size = number("WORLD_SIZE", 1, 1)
+    local_world_size = number("LOCAL_WORLD_SIZE", 1, 1, world_size)
     return Ranks(
-        rank=int(env.get("RANK", 0)),
+        rank=number("RANK", 0, 0, world_size - 1),
         world_size=world_size,
-        local_rank=int(env.get("LOCAL_RANK", 0)),
-        local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
+        local_rank=number("LOCAL_RANK", 0, 0, local_world_size - 1),
+        local_world_size=local_world_size,
         num_trainers=num_trainers if searching else world_size,
         searching=searching,
         tp=tp if searching else 1,

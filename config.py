@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, get_args
 
 import numpy as np
@@ -227,8 +228,12 @@ def validate(cfg: DictConfig, ranks: Ranks) -> None:
     _within("buffer.recency_prob", cfg.buffer.recency_prob, 0.0, 1.0)
     _within("engine.gpu_memory_utilization", cfg.engine.gpu_memory_utilization, 0.0, 1.0)
     _within("trainer.lr.min_ratio", cfg.trainer.lr.min_ratio, 0.0, 1.0)
-    for value in cfg.trainer.adam_betas:
-        _within("trainer.adam_betas", value, 0.0, 1.0)
+    betas = cfg.trainer.adam_betas
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"trainer.adam_betas={betas} must be two numbers from 0 to below 1")
+    if cfg.seed >= 2**31:
+        raise ValueError(f"seed={cfg.seed} must be below {2**31}")
+    _check_run_folder(cfg)
     _check_exploration(cfg)
     _check_evaluation(cfg)
     _check_rewards(cfg)
@@ -293,6 +298,8 @@ def _check_evaluation(cfg: DictConfig) -> None:
 def _check_rewards(cfg: DictConfig) -> None:
     _positive(cfg, "rewards.time_limit_s", "rewards.memory_limit_gb")
     _not_negative(cfg, "rewards.num_workers")
+    _within("rewards.num_workers", cfg.rewards.num_workers, 0, 1024)
+    _within("rewards.memory_limit_gb", cfg.rewards.memory_limit_gb, 0.1, 2**20)
     if cfg.rewards.time_limit_s >= cfg.cluster.timeout_s:
         raise ValueError(
             f"rewards.time_limit_s={cfg.rewards.time_limit_s:g} must be less than "
@@ -398,6 +405,17 @@ def _check_data(cfg: DictConfig) -> None:
         raise ValueError(f"data={cfg.data}: give a path, or a list of paths as data=[a,b]")
 
 
+def _check_run_folder(cfg: DictConfig) -> None:
+    if not str(cfg.run.root).strip():
+        raise ValueError("run.root is empty: give the folder of all runs, such as runs")
+    name = cfg.run.name
+    if name is None:
+        return
+    path = PurePath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"run.name={name!r} must be a name in run.root={cfg.run.root}")
+
+
 def _check_resume(cfg: DictConfig, ranks: Ranks) -> None:
     if cfg.deterministic and cfg.mode != "sync":
         raise ValueError(
@@ -434,6 +452,11 @@ def _check_batches(cfg: DictConfig, ranks: Ranks) -> None:
     if drawn < 2:
         raise ValueError(
             f"trainer.responses_per_prompt={drawn}: a group needs at least 2 responses to compare"
+        )
+    if cfg.buffer.max_tokens < batch:
+        raise ValueError(
+            f"buffer.max_tokens={cfg.buffer.max_tokens} (response tokens of each trainer) holds "
+            f"less than a draw of trainer.batch_size={batch} responses: raise it"
         )
     if batch % (drawn * ranks.num_trainers):
         unit = drawn * ranks.num_trainers
@@ -748,7 +771,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     with initialize_config_dir(version_base="1.3", config_dir=conf_dir()):
         try:
             cfg = compose("config", overrides=choices)
-        except HydraException:  # one of the choices is the mistake
+        except (HydraException, ValueError):  # one of the choices is the mistake
             cfg = compose("config")
     cause = error.__cause__ or error
     if isinstance(cause, ValidationError | ConfigTypeError):
@@ -760,6 +783,8 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         return f"{error.override!r} is not of the form key=value"
     known, _, _ = str(error).partition("Config search path")  # all there is to choose from
     lines = [line.strip() for line in known.splitlines() if line.strip()]
+    if isinstance(error, ValueError):  # `task=null`
+        lines = [f"{', '.join(choices)}:", *lines]
     return explain_unknown_key(cfg, overrides) or " ".join(lines)
 
 

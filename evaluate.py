@@ -291,9 +291,9 @@ def evaluate_model(cfg: DictConfig) -> None:
         dist.barrier(group=group)
     except config.UserError as error:
         control.fail(str(error), code=2)
+    except SystemExit as error:
+        control.fail(f"something called sys.exit({error.code})", detail=traceback.format_exc())
     except BaseException as error:
-        if isinstance(error, SystemExit):
-            raise
         control.fail(f"{type(error).__name__}: {error}", detail=traceback.format_exc())
     control.close()
     dist.destroy_process_group()

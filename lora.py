@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import ListConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -197,7 +198,9 @@ def _choose(model: PreTrainedModel, cfg: LoraConfig) -> list[str]:
 
 
 def _target_names(cfg: LoraConfig) -> list[str]:
-    return [cfg.targets] if isinstance(cfg.targets, str) else list(cfg.targets or [])
+    if isinstance(cfg.targets, (list, tuple, ListConfig)):
+        return list(cfg.targets)
+    return [cfg.targets]
 
 
 def _peft() -> Any:

@@ -10,6 +10,7 @@ logits of a micro-batch never exist at once.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,6 +40,8 @@ from logprobs import CHUNK_TOKENS, CHUNK_VOCABULARY, selected_logprobs
 from packing import bins, check_packing, pack, packed_hidden, set_attention
 from parallel import call, decoder_layers, device_of, in_lockstep, is_sharded
 
+logger = logging.getLogger("tba")
+
 
 @dataclass
 class ModelConfig:
@@ -61,16 +64,37 @@ def load_policy(
     """A causal language model in eval mode (no dropout: engine and trainer must agree).
 
     Raises:
-        ValueError: the folder or name can't be opened (model.path), or an option that it needs.
+        ValueError: the folder or name can't be opened (model.path), or an option that it needs; or
+            its weights are not all there, or not finite.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=trust_remote_code
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"model.path={path!r} can't be opened: {reason}") from error
+    except Exception as error:  # of any kind: it is code of the model's, on files of the user's
+        raise _can_not_be_opened(path, error) from error
+    lacking, surplus = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    if lacking:  # transformers has made them up
+        raise ValueError(
+            f"model.path={path!r}: its files lack {len(lacking)} of the model's weights, such as "
+            f"{lacking[0]}: they and its config.json do not belong together"
+        )
+    if surplus:
+        logger.warning(
+            "model.path=%r: %d weights in its files are not of this model, such as %s",
+            *(path, len(surplus), surplus[0]),
+        )
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise ValueError(f"model.path={path!r}: {name} holds NaN or infinity")
     return model.to(device).eval()
+
+
+def _can_not_be_opened(path: str, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())
+    if not isinstance(error, (OSError, ValueError)):
+        reason = f"{type(error).__name__}: {reason}"
+    return ValueError(f"model.path={path!r} can't be opened: {reason}")
 
 
 def disable_dropout(model: PreTrainedModel) -> None:
@@ -123,8 +147,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """The tokenizer of a model folder or name; a missing pad token becomes the end of text."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"the tokenizer of {path!r} can't be opened: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {path!r} has no end-of-text token: set model.tokenizer")
@@ -210,9 +234,8 @@ def _config(path: str, trust_remote_code: bool) -> Any:
     """
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"model.path={path!r} can't be opened: {reason}") from error
+    except Exception as error:
+        raise _can_not_be_opened(path, error) from error
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

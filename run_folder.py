@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -193,6 +194,10 @@ def claim_run_dir(cfg: DictConfig) -> Path:
     name = cfg.run.name or f"{stamp}-{task}-{cfg.model.name}-{loss}-{cfg.mode}-seed{cfg.seed}"
     folder = Path(cfg.run.root) / name
     try:
+        if cfg.run.name is None:  # another one that began in the same second has the name
+            taken = itertools.count(2)
+            while folder.exists():
+                folder = folder.with_name(f"{name}-{next(taken)}")
         folder.mkdir(parents=True, exist_ok=True)
         if cfg.resume != "auto" and any(path.name != LOCK for path in folder.iterdir()):
             raise config.UserError(

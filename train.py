@@ -50,13 +50,14 @@ import offline
 import state
 import weights_vllm
 from accounting import make_accounting
-from buffer import Buffer, Group
+from buffer import Buffer
 from checkpoint import (
     ADAPTER_FOLDER,
     Checkpoint,
     CheckpointConfig,
     Checkpointer,
 )
+from checks import check_loss, check_objective, check_rule
 from comm import (
     Channel,
     Control,
@@ -76,7 +77,6 @@ from engine import (
     pin_process,
 )
 from events import EventLog
-from gradient import make_batch, step_stats
 from lora import add_adapters, load_adapter
 from meeting import count_restart
 from metrics import IdleClock, Metrics, escape_control, setup_logging
@@ -85,12 +85,11 @@ from parallel import ParallelConfig, any_rank, shard
 from replay import replay
 from rewards import Scorer, equal_rewards_warning, make_scorer
 from run_folder import description, heed_stop_file, open_run, record_start
-from schedules import beta_at, linear_at
+from schedules import linear_at
 from searcher import SearcherParts, explores, search
 from shards import make_gathering_group
-from tasks.task import Problem, Task, fit_prompts, reward_range
-from trainer import Arrivals, Evaluator, TrainerParts, beta_schedule, train
-from trajectory import Trajectory
+from tasks.task import Problem, Task, check_problems, check_task, fit_prompts
+from trainer import Arrivals, Evaluator, TrainerParts, train
 from weights import Publisher
 
 NUM_PROBES = 4  # prompts whose log-probs engine and trainer compare
@@ -212,9 +211,9 @@ def run(cfg: DictConfig, *, started: float) -> None:
         dist.barrier()
     except config.UserError as error:
         control.fail(str(error), code=2)
+    except SystemExit as error:  # of code of the user's: with 0 it would look like a good end
+        control.fail(f"something called sys.exit({error.code})", detail=traceback.format_exc())
     except BaseException as error:
-        if isinstance(error, SystemExit):
-            raise
         control.fail(f"{type(error).__name__}: {error}", detail=traceback.format_exc())
     control.close()
     dist.destroy_process_group()
@@ -265,8 +264,10 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
         if cfg.mode == "offline":
             data_digest = offline.digest(config.data_paths(cfg))
         task = instantiate(config.task_node(cfg))
-        reward_range(task)  # a wrong one should fail before an engine starts
+        check_task(task)  # what is wrong should fail before an engine starts
         problems, held_out = task.problems("train"), task.problems("test")
+        check_problems(problems, "train")
+        check_problems(held_out, "test")
         build = instantiate(cfg.model.build) if cfg.model.build is not None else None
         if ranks.local_rank == 0:
             modeling.resolve_path(cfg.model, build)  # one rank a node builds what is missing
@@ -289,9 +290,11 @@ def prepare(cfg: DictConfig, ranks: Ranks, started: float) -> Setup:
             [*prompt_tokens, *held_out_tokens],
             modeling.context_length(path, trust_remote_code=trust),
         )
+        check_loss(cfg)
+        check_rule(cfg)
     except InstantiationException as error:  # what a task's or model's constructor said
         raise config.UserError(str(error.__cause__ or error)) from error
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise config.UserError(str(error)) from error
     if cores:
         torch.set_num_threads(len(set(cores)))
@@ -623,7 +626,8 @@ def load_data(setup: Setup, parts: TrainerParts) -> None:
                 f"data={cfg.data}: {ranks.name()} has fewer prompts with two responses than "
                 f"the {prompts_per_draw} of a draw: lower trainer.batch_size, or give more data"
             )
-        check_objective(cfg, parts, mine)
+        learned = parts.log_z_head is not None
+        check_objective(cfg, parts.objective, mine, learned=learned)
     except ValueError as error:
         raise config.UserError(str(error)) from error
     if ranks.rank == 0:
@@ -641,30 +645,6 @@ def load_data(setup: Setup, parts: TrainerParts) -> None:
     lacking = any(t.reference_version != 0 for t in mine)
     if parts.reference is None and any_rank(lacking, sharing, setup.device):
         parts.reference = load_model(setup, sharing)
-
-
-def check_objective(
-    cfg: DictConfig, parts: TrainerParts, trajectories: Sequence[Trajectory]
-) -> None:
-    """Raises ValueError if the objective can't be computed on the data: before any training.
-
-    It is tried on two responses, of which one has no behavior log-probs if any lacks them.
-    """
-    worst = max(trajectories, key=lambda t: bool(np.isnan(t.behavior_logprobs).any()))
-    pair = [
-        dataclasses.replace(t, reference_logprobs=np.zeros_like(t.reference_logprobs))
-        for t in (worst, worst)
-    ]
-    group = Group(prompt_id=0, trajectories=pair, uses=[0, 0], items=[0, 1])
-    stats = step_stats([group], None, torch.device("cpu"))
-    tokens = sum(len(t.response_tokens) for t in pair)
-    batch = make_batch([group], torch.zeros(tokens, requires_grad=True), stats)
-    if parts.log_z_head is not None:
-        batch.log_z = torch.zeros(1, requires_grad=True)
-    try:
-        parts.objective(batch, beta=beta_at(0, **beta_schedule(cfg.trainer)))
-    except ValueError as error:
-        raise ValueError(f"loss on the trajectories of data={cfg.data}: {error}") from error
 
 
 def run_trainer(setup: Setup, parts: TrainerParts) -> None:
@@ -763,16 +743,19 @@ def load_model(
         trained: with adapters and compiled layers, if so configured.
 
     Raises:
-        UserError: this kind of model can't read packed rows, have the adapters, or be compiled.
+        UserError: it can't be opened, or read packed rows, have the adapters, or be compiled.
     """
     adapted = trained and setup.cfg.trainer.lora.rank
     saved = setup.saved if trained else None
-    model = modeling.load_policy(
-        setup.path if saved is None or adapted else str(saved.folder),
-        device=setup.device if trainers is None else torch.device("cpu"),
-        dtype=torch.float32,
-        trust_remote_code=setup.cfg.model.trust_remote_code,
-    )
+    try:
+        model = modeling.load_policy(
+            setup.path if saved is None or adapted else str(saved.folder),
+            device=setup.device if trainers is None else torch.device("cpu"),
+            dtype=torch.float32,
+            trust_remote_code=setup.cfg.model.trust_remote_code,
+        )
+    except ValueError as error:
+        raise config.UserError(str(error)) from error
     if adapted:
         try:
             add_adapters(model, setup.cfg.trainer.lora, seed=setup.cfg.seed)
@@ -882,7 +865,10 @@ def start_engine(setup: Setup, control: Control, restarts: int = 0) -> VLLMEngin
     control.progress("starting the engine", setup.cfg.cluster.startup_timeout_s)
     options = engine_options(setup)
     options = dataclasses.replace(options, seed=options.seed + 1000 * restarts)
-    engine = make_engine(setup.cfg.engine, options)
+    try:
+        engine = make_engine(setup.cfg.engine, options)
+    except ValueError as error:
+        raise config.UserError(str(error)) from error
     control.cleanups.append(engine.kill)
     engine.on_step = control.alive
     if setup.cores and setup.ranks.world_size > 1:
@@ -1000,7 +986,11 @@ def main(cfg: DictConfig) -> None:
 
 def say_once(message: str) -> None:
     """Prints a user's mistake on rank 0 alone; the others give it the time to."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    try:
+        speaks = ranks_from_environment(1, searching=False).rank == 0
+    except ValueError:
+        speaks = True  # it may be this that is wrong
+    if speaks:
         print(f"error: {escape_control(message)}", file=sys.stderr, flush=True)
     else:
         time.sleep(5.0)
@@ -1012,7 +1002,7 @@ if __name__ == "__main__":
     config.register()
     try:
         main()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # the last: Hydra's too
         overrides = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
         say_once(config.explain(error, overrides))
         sys.exit(2)

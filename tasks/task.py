@@ -6,10 +6,11 @@ the class and whose other keys are the constructor's arguments. Tasks know nothi
 models or training.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -163,6 +164,47 @@ def reward_range(task: Task) -> tuple[float, float]:
     return low, high
 
 
+def check_task(task: "Task") -> None:
+    """Checks what a task declares, before anything is computed.
+
+    Raises:
+        ValueError: its range of rewards is none, or `score` can't be called as it will be.
+    """
+    reward_range(task)
+    for name, arguments in (("problems", ["train"]), ("score", [[], []])):
+        method = getattr(task, name, None)
+        try:
+            assert callable(method), f"it has no method {name}"
+            inspect.signature(method).bind(*arguments)
+        except (AssertionError, TypeError) as error:
+            wanted = {"problems": "problems(split)", "score": "score(problems, responses)"}
+            raise ValueError(
+                f"task {type(task).__name__}: {error}; it is called as {wanted[name]}"
+            ) from error
+
+
+def check_problems(problems: Any, split: str) -> None:
+    """Raises ValueError unless they are a list of problems with text, and there is one at least.
+
+    Args:
+        split: which ones, as in `Task.problems`.
+    """
+    if isinstance(problems, str) or not isinstance(problems, Sequence):
+        raise ValueError(
+            f"task.problems({split!r}) must give a list of Problem, not {type(problems).__name__}"
+        )
+    if not problems:
+        raise ValueError(f"task.problems({split!r}) is empty: see the task's data and its limits")
+    for number, problem in enumerate(problems):
+        if not isinstance(problem, Problem):
+            raise ValueError(
+                f"task.problems({split!r}) must give a list of Problem, but number {number} is a "
+                f"{type(problem).__name__}"
+            )
+        if not isinstance(problem.prompt, str):
+            raise ValueError(f"task.problems({split!r}), number {number}: prompt must be text")
+
+
 def is_correct(parts: Mapping[str, float]) -> bool:
     """Whether a graded response is a right answer.
 
@@ -205,7 +247,15 @@ def encode_prompt(
         # Two steps rather than tokenize=True, whose return type differs between transformers
         # versions. The template already holds the special tokens: adding them again would
         # double the beginning-of-text token.
-        text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(
+                [message], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # the template is a program of the model's
+            raise ValueError(
+                f"task.chat=true: the chat template of {tokenizer.name_or_path!r} fails on prompt "
+                f"{problem.prompt_id}: {type(error).__name__}: {error}"
+            ) from error
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         tokens = tokenizer(problem.prompt, add_special_tokens=True)["input_ids"]

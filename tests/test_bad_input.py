@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,8 +19,10 @@ import pytest
 import tiny
 import torch
 from digits import Digits
+from hydra import compose, initialize_config_dir
 from loss_cases import CASES, batch_for, case_name, gradients, run
 from plain_losses import random_groups
+from safetensors.torch import load_file, save_file
 from test_end_to_end import FAST, random_model  # noqa: F401  (a fixture)
 from test_end_to_end import run as run_train
 from transformers import (
@@ -33,8 +36,11 @@ from transformers import (
 
 import model as modeling
 import offline
+import train
 import trainer
-from config import UserError
+from checks import check_loss, check_rule
+from comm import ranks_from_environment
+from config import UserError, register
 from rewards import FAILURES, LocalScorer, RewardConfig, make_scorer
 from run_folder import hold
 from sft import tiny_tokenizer
@@ -42,7 +48,7 @@ from tasks.arithmetic import Arithmetic
 from tasks.gsm8k import GSM8K
 from tasks.math import Math
 from tasks.records import read_file, text_field
-from tasks.task import Problem, fit_prompts, reward_range
+from tasks.task import Problem, check_problems, check_task, fit_prompts, reward_range
 from tasks.tldr import _read_parquet, query
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -218,6 +224,125 @@ def test_a_prompt_that_says_nothing_is_named(task: object, prompt: str, words: l
     assert len(fit_prompts(tokenizer, problems[:1], **options).tokens) == 1
 
 
+def test_a_chat_template_that_fails_is_named() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no roles please') }}"
+    with pytest.raises(ValueError) as caught:
+        fit_prompts(
+            tokenizer,
+            [Problem(prompt_id=0, prompt="1+1=", answer="")],
+            task=Chat(),
+            max_tokens=20,
+            long_prompts="error",
+        )
+    one_line(caught.value, ["task.chat=true", "fails on prompt 0", "no roles please"])
+
+
+# --------------------------------------------------------------------------- tasks and settings
+
+
+class ScoresOne(Digits):
+    def score(self, response: str) -> float:  # type: ignore[override]
+        return 0.0
+
+
+class NoProblems(Digits):
+    problems = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (ScoresOne(), ["task ScoresOne", "score(problems, responses)"]),
+        (NoProblems(), ["task NoProblems", "problems(split)"]),
+    ],
+)
+def test_a_task_that_can_not_be_called_is_named(task: Any, words: list[str]) -> None:
+    check_task(Digits())
+    with pytest.raises(ValueError) as caught:
+        check_task(task)
+    one_line(caught.value, words)
+
+
+@pytest.mark.parametrize(
+    ("problems", "words"),
+    [
+        (None, ["problems('test')", "not NoneType"]),
+        ("1+1=", ["problems('test')", "not str"]),
+        (iter([]), ["problems('test')", "a list of Problem"]),
+        ([], ["problems('test') is empty"]),
+        ([{"prompt": "?"}], ["number 0 is a dict"]),
+        ([Problem(prompt_id=0, prompt=5, answer="")], ["number 0: prompt must be text"]),  # type: ignore[arg-type]
+    ],
+)
+def test_problems_that_are_none_are_named(problems: Any, words: list[str]) -> None:
+    check_problems(Digits().problems("test"), "test")
+    with pytest.raises(ValueError) as caught:
+        check_problems(problems, "test")
+    one_line(caught.value, words)
+
+
+def composed(*overrides: str) -> Any:
+    register()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["loss.importance=sequnce"], ["loss: importance='sequnce'"]),
+        (["loss=grpo", "loss.clip_low=-3"], ["loss: ", "clip_low"]),
+        (["loss=alpha_tb", "loss.alpha=nan"], ["loss: ", "alpha"]),
+        (["buffer=softmax", "buffer.rule.inverse_temperature=nan"], ["buffer.rule: ", "nan"]),
+        (["buffer.rule._target_=losses.tb_vargrad"], ["buffer.rule: "]),
+    ],
+)
+def test_what_only_a_loss_or_a_rule_refuses_is_found_before_the_first_step(
+    overrides: list[str], words: list[str]
+) -> None:
+    cfg = composed(*overrides)
+    with pytest.raises(ValueError) as caught:
+        check_loss(cfg)
+        check_rule(cfg)
+    one_line(caught.value, words)
+
+
+@pytest.mark.parametrize("loss", sorted(p.stem for p in (ROOT / "conf" / "loss").glob("*.yaml")))
+def test_every_loss_passes(loss: str) -> None:
+    check_loss(composed(f"loss={loss}"))
+    check_loss(composed(f"loss={loss}", "trainer.log_z_lr=0.1"))
+
+
+@pytest.mark.parametrize("rule", sorted(p.stem for p in (ROOT / "conf" / "buffer").glob("*.yaml")))
+def test_every_rule_passes(rule: str) -> None:
+    check_rule(composed(f"buffer={rule}"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "2"}, ["RANK='5'", "from 0 to 1", "torchrun"]),
+        ({"RANK": "1"}, ["RANK='1'", "torchrun"]),
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, ["RANK='abc'", "torchrun"]),
+        ({"WORLD_SIZE": "0"}, ["WORLD_SIZE='0'", "from 1 on", "torchrun"]),
+        ({"LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE='0'", "torchrun"]),
+    ],
+)
+def test_variables_that_torchrun_would_not_set_so_are_named(
+    monkeypatch, capsys, variables: dict[str, str], words: list[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError) as caught:
+        ranks_from_environment(1)
+    one_line(caught.value, words)
+    train.say_once(str(caught.value))  # whatever its rank may be
+    assert words[0] in capsys.readouterr().err
+
+
 # --------------------------------------------------------------------------- models
 
 
@@ -286,7 +411,55 @@ def no_weights(folder: Path) -> None:
     modeling.load_policy(llama(folder), device=torch.device("cpu"), dtype=torch.float32)
 
 
+def weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], **config: int) -> None:
+    """A model whose file of weights was changed, opened."""
+    path = folder / "model.safetensors"
+    LlamaForCausalLM(LlamaConfig.from_pretrained(llama(folder))).save_pretrained(folder)
+    if config:
+        edit(folder / "config.json", **config)
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    modeling.load_policy(str(folder), device=torch.device("cpu"), dtype=torch.float32)
+
+
+def truncated(folder: Path) -> None:
+    llama(folder)
+    (folder / "model.safetensors").write_bytes(b"\x80\x02" * 9)
+    modeling.load_policy(str(folder), device=torch.device("cpu"), dtype=torch.float32)
+
+
+def half_a_tokenizer(folder: Path) -> None:
+    llama(folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    modeling.load_tokenizer(str(folder))
+
+
+def no_such_activation(folder: Path) -> None:
+    weights(folder, lambda t: None, hidden_act="nonsense")  # type: ignore[arg-type]
+
+
+NORM = "model.norm.weight"
 MODELS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "a weight less": (
+        lambda folder: weights(folder, lambda t: t.pop(NORM)),
+        ["lack 1 of the model's weights, such as model.norm.weight", "config.json"],
+    ),
+    "a layer less": (
+        lambda folder: weights(folder, lambda t: None, num_hidden_layers=2),
+        ["weights, such as model.layers.1.", "config.json"],
+    ),
+    "other shapes": (
+        lambda folder: weights(folder, lambda t: t.update({NORM: torch.ones(9)})),
+        ["model.path=", "can't be opened"],
+    ),
+    "not a number": (
+        lambda folder: weights(folder, lambda t: t[NORM].fill_(float("nan"))),
+        ["model.norm.weight holds NaN or infinity"],
+    ),
+    "truncated": (truncated, ["model.path=", "can't be opened"]),
+    "half a tokenizer": (half_a_tokenizer, ["the tokenizer of", "can't be opened"]),
+    "activation": (no_such_activation, ["model.path=", "can't be opened", "nonsense"]),
     "small vocabulary": (
         small_vocabulary,
         ["token ids up to 47", "knows 47 tokens", "set model.tokenizer"],
@@ -314,6 +487,11 @@ def test_a_model_that_does_not_fit_is_named(tmp_path: Path, mistake: str) -> Non
         assert "\n" not in str(caught.value) and all(w in str(caught.value) for w in words)
     else:
         one_line(caught.value, words)
+
+
+def test_weights_of_no_layer_are_said(tmp_path: Path, caplog) -> None:
+    weights(tmp_path, lambda t: t.update({"value_head.weight": torch.ones(1)}))
+    assert "1 weights in its files are not of this model, such as value_head" in caplog.text
 
 
 def test_models_that_fit_pass(tmp_path: Path, tiny_models: dict[str, str]) -> None:
