@@ -69,7 +69,16 @@ from graded import (
 )
 from metrics import setup_logging
 from rewards import Scorer, make_scorer
-from tasks.task import Problem, Task, answer_rule, has_right_answers, is_correct, splits
+from tasks.task import (
+    Problem,
+    Task,
+    answer_rule,
+    check_problems,
+    check_task,
+    has_right_answers,
+    is_correct,
+    splits,
+)
 
 # config.py and train.py import this file by way of the searcher: `run` and what it calls import
 # them when the command runs.
@@ -317,7 +326,9 @@ def prepare(cfg: DictConfig, ranks: Ranks) -> Work:
             raise ValueError(
                 f"eval.split={cfg.eval.split!r}: {task.name} has {', '.join(splits(task))}"
             )
+        check_task(task)
         problems = task.problems(cfg.eval.split)
+        check_problems(problems, cfg.eval.split)
         num_in_split, problems = len(problems), problems[: cfg.eval.limit]
         num_asked = len(problems)
         build = instantiate(cfg.model.build) if cfg.model.build is not None else None
@@ -380,12 +391,17 @@ def task_values(cfg: DictConfig) -> Any:
 
 def run_calls(work: Work, control: Control) -> tuple[list[Graded], float]:
     """This rank's share of the calls: its graded responses, and seconds spent in the engine."""
+    import config
+
     cfg, ranks = work.cfg, work.ranks
     counts = {decoding: sampling.n for decoding, sampling in work.samplings.items()}
     calls = plan_calls(len(work.problems), counts, cfg.eval.responses_per_call)
     calls = calls[ranks.rank :: ranks.world_size]
     control.progress("starting the engine", cfg.cluster.startup_timeout_s)
-    engine = make_engine(cfg.engine, work.options)
+    try:
+        engine = make_engine(cfg.engine, work.options)
+    except ValueError as error:
+        raise config.UserError(str(error)) from error
     control.cleanups.append(engine.kill)
     engine.on_step = control.alive
     if work.options.cores and ranks.world_size > 1:

@@ -441,6 +441,22 @@ def stop_file(place: Place) -> int:
     return _stopped(place, lambda job: (place.run / "stop").touch())
 
 
+@fault("the same: the last step was saved before; what is left is the evaluation", slow=True)
+def sigterm_in_the_last_evaluation(place: Place) -> int:
+    long = ["trainer.steps=12", "checkpoint.every=0", "task.max_operand=99", "task.num_test=4000"]
+    with place.job(2, *long, "eval.num_problems=4000") as job:
+        job.wait_for_checkpoint(place.run)
+        job.signal(0, signal.SIGTERM)
+        assert job.end() == [75, 75], job.output()
+        assert "SIGTERM: saved at step 12" in job.output()
+    before = keep_aside(place)
+    with place.job(2, *long, "eval.num_problems=16", "resume=auto") as job:
+        assert job.end(timeout_s=150) == [0, 0], job.output()
+    summary = json.loads((place.run / "summary.json").read_text())
+    assert list(summary["held_out_by_step"]) == ["12"] and last_step(place.run) == 12
+    return lost(place, before)
+
+
 @fault("every rank exits, and the message names the rank", slow=True)
 def searcher_stopped(place: Place) -> int:
     with place.job(2) as job:
@@ -826,6 +842,19 @@ def tokenizer_of_another_model(place: Place) -> int:
     save_file(weights, small / "model.safetensors", metadata={"format": "pt"})
     (small / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
     return _refused(place, ["tokenizer"], f"model.path={small}")
+
+
+@fault("one line names the first of them", slow=True)
+def weights_missing_in_the_model(place: Place) -> int:
+    from safetensors.numpy import load_file, save_file
+
+    folder = place.folder / "holes"
+    shutil.copytree(place.model, folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    words = [f"model.path='{folder}'", "lack 1 of the model's weights", "model.norm.weight"]
+    return _refused(place, words, f"model.path={folder}")
 
 
 @fault("one line names the key and the longest prompt", slow=True)

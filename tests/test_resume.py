@@ -85,26 +85,6 @@ def test_a_deterministic_run_that_was_killed_goes_on_identically(
     assert by_step(runs / "killed") == reference
 
 
-LONG_EVALUATION = ["trainer.steps=12", "checkpoint.every=0", "eval.num_problems=4000"]
-LONG_EVALUATION += ["task.max_operand=99", "task.num_test=4000"]
-
-
-@pytest.mark.slow
-def test_a_run_that_is_stopped_in_its_last_evaluation_has_only_that_to_do(place: Place) -> None:
-    with place.job(2, *LONG_EVALUATION) as job:
-        job.wait_for_checkpoint(place.run)
-        assert newest_step(place.run) == 12 and "held-out" not in job.output()
-        job.signal(0, signal.SIGTERM)
-        assert job.end() == [75, 75], job.output()
-    assert "the job stops: SIGTERM: saved at step 12, resume=auto goes on" in job.output()
-    before = keep_aside(place)
-    whole(place, 2, *LONG_EVALUATION, "eval.num_problems=16", "resume=auto")
-    summary = json.loads((place.run / "summary.json").read_text())
-    assert list(summary["held_out_by_step"]) == ["12"] and summary["steps"] == 12
-    assert [r["step"] for r in read_metrics(place.run) if "loss/total" in r] == list(range(1, 13))
-    assert lost(place, before) == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("mode", ["sync", "async"])
