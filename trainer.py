@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -453,11 +454,20 @@ def fill(parts: TrainerParts, num_prompts: int, initial: int, *, lockstep: bool)
     )
     # A resumed run has data, but searchers that are not there yet: it would train on that alone.
     searchers = parts.ranks.num_searchers if parts.first_step else 0
-    while (
-        sum(of_all_trainers(parts, parts.arrivals.received)) < initial
-        or sum(of_all_trainers(parts, parts.buffer.num_drawable)) < num_prompts
-        or min(of_all_trainers(parts, len(parts.arrivals.load_s))) < searchers
-    ):
+    told_at = time.monotonic()
+    while True:
+        received = sum(of_all_trainers(parts, parts.arrivals.received))
+        drawable = sum(of_all_trainers(parts, parts.buffer.num_drawable))
+        there = min(of_all_trainers(parts, len(parts.arrivals.load_s)))
+        if received >= initial and drawable >= num_prompts and there >= searchers:
+            return
+        if parts.ranks.rank == 0 and time.monotonic() - told_at > _WARN_PERIOD_S:
+            told_at = time.monotonic()
+            logger.info(
+                "training begins with %d responses (buffer.initial_trajectories) and %d prompts to "
+                "draw; so far %d and %d, from searchers of which %d of %d are there",
+                *(initial, num_prompts, received, drawable, there, parts.ranks.num_searchers),
+            )
         receive(parts, timeout_s=0.5)
 
 
@@ -1022,8 +1032,12 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
         if parts.first_step < cfg.steps:  # the evaluation may be long, or not end
             save(parts, cfg.steps, wait=True)
         parts.control.saved, parts.control.stoppable = saved(parts, cfg.steps), False
-    parts.control.progress("waiting for the last evaluation", parts.control.startup_timeout_s)
-    while parts.metrics is not None and cfg.steps not in arrivals.held_out:
+    parts.control.progress("waiting for the last evaluation", math.inf)  # searchers have limits
+    while any_rank(
+        parts.metrics is not None and cfg.steps not in arrivals.held_out,
+        parts.group,
+        device_of(parts.policy),
+    ):
         receive(parts, timeout_s=0.5)
     save(parts, cfg.steps, wait=True)
     parts.control.saved, parts.control.stoppable = saved(parts, cfg.steps), False

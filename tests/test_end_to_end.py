@@ -111,7 +111,7 @@ def learns(tmp_path: Path, model: str, num_ranks: int, *overrides: str) -> dict:
     [
         pytest.param(2, 1, id="1+1", marks=pytest.mark.slow),  # as the run with vLLM below
         pytest.param(3, 1, id="1+2", marks=pytest.mark.slow),
-        pytest.param(4, 2, id="2+2"),
+        pytest.param(4, 2, id="2+2", marks=pytest.mark.slow),
     ],
 )
 def test_asynchronous_runs_learn(tmp_path, random_model, num_ranks, trainers):

@@ -109,7 +109,6 @@ def run_steps(
     parts = make_parts(path)
     parts.policy, parts.group, parts.objective = policy, group, OBJECTIVES[objective]
     parts.layout = SHARED if packed else PADDED
-    parts.control = SimpleNamespace(progress=lambda *_: None)
     trained: list[dict[str, Any]] = [{"params": list(policy.parameters())}]
     if objective == "learned_z":
         parts.log_z_head = make_head(policy.config.hidden_size)
