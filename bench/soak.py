@@ -48,7 +48,8 @@ class Sample:
 
     seconds: float  # since the soak began
     role: str
-    megabytes: float  # resident, private: what is shared by forks counts once
+    # resident; not the private part alone, which grows as what a fork shared is written to
+    megabytes: float
     files: int
     threads: int
 
@@ -129,7 +130,7 @@ def take_samples(job: Job, seconds: float) -> list[Sample]:
                 Sample(
                     seconds=seconds,
                     role=role,
-                    megabytes=sum(p.memory_full_info().uss for p in processes) / 1e6,
+                    megabytes=sum(p.memory_info().rss for p in processes) / 1e6,
                     files=sum(p.num_fds() for p in processes),
                     threads=sum(p.num_threads() for p in processes),
                 )
@@ -222,7 +223,7 @@ def draw(samples: Sequence[Sample], faults: Sequence[tuple[float, str]], path: P
     axes = figure.subplots(3, 1, sharex=True)
     for ax, (name, label) in zip(
         axes,
-        (("megabytes", "memory of its own, MB"), ("files", "open files"), ("threads", "threads")),
+        (("megabytes", "resident memory, MB"), ("files", "open files"), ("threads", "threads")),
         strict=True,
     ):
         for role, color in (("trainer", "C0"), ("searcher", "C2"), ("engine", "C1")):
