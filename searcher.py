@@ -181,15 +181,13 @@ def search(
             draining = groups.open and (lockstep or (between and parts.engine.has_update()))
             if not draining:
                 start(cfg, parts, groups, prompts_in_flight - len(groups.open), stream)
-            if not lockstep:  # the engine works on meanwhile, with as many prompts as it may have
-                score(cfg, parts, groups, everything=False)
-                ship(parts, groups, update.version, everything=False)
             generate(parts, groups)
-            if groups.open and (lockstep or between):
+            if lockstep and groups.open:
                 continue
-            if lockstep:
-                score(cfg, parts, groups, everything=True)
-                ship(parts, groups, update.version, everything=True)
+            score(cfg, parts, groups, everything=lockstep)
+            ship(parts, groups, update.version, everything=lockstep)
+            if between and groups.open:
+                continue
             groups.round = update.version
             wait_for = update.version + 1 if lockstep else None
             update = take(cfg, parts, groups, wait_for=wait_for) or update

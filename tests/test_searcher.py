@@ -405,18 +405,6 @@ def test_lockstep_ships_one_round_a_version_and_says_so_at_its_end(tiny_llama: s
     assert [t.version_start for t in shipped(parts)] == [0] * 8 + [1] * 8 + [2] * 8
 
 
-def test_the_engine_is_full_while_responses_are_scored(tiny_llama: str) -> None:
-    """All prompts end at once, so that nothing is left in the engine after a step."""
-    engine = RecordingEngine(last=2, between_updates=20)
-    parts = make_parts(tiny_llama, engine, reference=None)
-    submit, under_way = parts.scorer.submit, []
-    parts.scorer.submit = lambda *args, **facts: (
-        under_way.append(len(engine.left)) or submit(*args, **facts)
-    )
-    search(SearcherConfig(score_every_s=0.0), parts, prompts_in_flight=3)
-    assert under_way == [3] * 39 + [0]  # the last are scored under the final version
-
-
 def test_the_end_drops_what_is_in_flight_and_ships_what_is_finished(tiny_llama: str) -> None:
     engine = RecordingEngine(last=1, steps_of=lambda key: 1 if key < 2 else 100, between_updates=5)
     parts = make_parts(tiny_llama, engine, reference=None)
