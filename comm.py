@@ -439,7 +439,7 @@ class Control:
         self._ender: int | None = None  # the thread that ends this process
         self.stoppable = False  # whether the trainers' loop looks for requests to stop
         # how the reason goes on of a job that is told to stop where its loop does not look
-        self.saved = ", before anything could be saved"
+        self.stop_suffix = ", before anything could be saved"
         self._stop_reason: str | None = None
         self._stop_asked_s: float | None = None  # since this rank was asked to stop; None: it isn't
         self._what, self._stuck_s, self._limit_s = "starting", 0.0, timeout_s
@@ -687,7 +687,7 @@ class Control:
                 asked_s = self._stop_asked_s
             if asked_s is not None and asked_s > (STOP_GRACE_S if self.stoppable else 0.0):
                 if self.ranks.rank == 0:
-                    self.stop(f"{self._stop_reason}{self.saved}")
+                    self.stop(f"{self._stop_reason}{self.stop_suffix}")
                 self.leave(f"told to stop: {self._stop_reason}", STOP_CODE)
             if stuck_s > limit_s:
                 long = limit_s == self.startup_timeout_s > self.timeout_s

@@ -57,10 +57,10 @@ def open_run(setup: Setup) -> bool:
         else:
             saved = find_checkpoint(setup)
             folder = claim_run_dir(cfg)
-        answer = {"folder": str(folder), "saved": None if saved is None else str(saved.folder)}
-        answer["ended"] = saved is not None and saved.step >= cfg.trainer.steps
-        answer["ended"] &= saved is not None and has_ended(folder, saved.step)
+        answer = {"folder": str(folder), "saved": None, "ended": False}
         if saved is not None:
+            done = saved.step >= cfg.trainer.steps
+            answer |= {"saved": str(saved.folder), "ended": done and has_ended(folder, saved.step)}
             groups = saved.completed() // saved.about["responses_per_prompt"]
             answer |= {"step": saved.step, "num_trainers": saved.num_trainers}
             answer |= {"about": dict(saved.about), "completed": groups.tolist()}

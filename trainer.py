@@ -1012,10 +1012,10 @@ def stop(parts: TrainerParts, version: int, reason: str) -> None:
         while True:  # the control plane ends this process
             time.sleep(1.0)
     parts.metrics.close()
-    parts.control.stop(reason + saved(parts, version))
+    parts.control.stop(reason + what_was_saved(parts, version))
 
 
-def saved(parts: TrainerParts, version: int) -> str:
+def what_was_saved(parts: TrainerParts, version: int) -> str:
     """What trainer 0 adds to the reason why the job stops: whether `version` was saved."""
     done = parts.checkpointer is not None and parts.checkpointer.last_step == version
     return f": saved at step {version}, resume=auto goes on" if done else ": not saved"
@@ -1031,7 +1031,8 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
     if online:
         if parts.first_step < cfg.steps:  # the evaluation may be long, or not end
             save(parts, cfg.steps, wait=True)
-        parts.control.saved, parts.control.stoppable = saved(parts, cfg.steps), False
+        parts.control.stop_suffix = what_was_saved(parts, cfg.steps)
+        parts.control.stoppable = False
     parts.control.progress("waiting for the last evaluation", math.inf)  # searchers have limits
     while any_rank(
         parts.metrics is not None and cfg.steps not in arrivals.held_out,
@@ -1040,7 +1041,8 @@ def finish(cfg: TrainerConfig, parts: TrainerParts) -> None:
     ):
         receive(parts, timeout_s=0.5)
     save(parts, cfg.steps, wait=True)
-    parts.control.saved, parts.control.stoppable = saved(parts, cfg.steps), False
+    parts.control.stop_suffix = what_was_saved(parts, cfg.steps)
+    parts.control.stoppable = False
     if parts.metrics is None:
         if parts.channel is not None:
             parts.channel.close()  # when the searchers have left
